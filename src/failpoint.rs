@@ -1,0 +1,70 @@
+//! Crash points. Each effect passes one before and one after it, so that a test can kill the
+//! process between any two effects: a first run counts them (`log=FILE`), further runs die at the
+//! Nth (`die=N`) or at a name (`die=NAME`), by SIGKILL, as a real crash would.
+//!
+//! `OVERFENCE_FAILPOINTS=log=/tmp/points;die=12`. Unset, a hit costs one load of a static.
+
+use std::io::Write as _;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The environment variable that arms failpoints.
+pub const VARIABLE: &str = "OVERFENCE_FAILPOINTS";
+
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Plan {
+    log: Option<std::path::PathBuf>,
+    die_at: Option<u64>,
+    die_name: Option<String>,
+}
+
+fn parse(text: &str) -> Plan {
+    let mut plan = Plan::default();
+    for part in text.split(';') {
+        match part.split_once('=') {
+            Some(("log", path)) => plan.log = Some(path.into()),
+            Some(("die", n)) => match n.parse() {
+                Ok(n) => plan.die_at = Some(n),
+                Err(_) => plan.die_name = Some(n.to_owned()),
+            },
+            _ => {}
+        }
+    }
+    plan
+}
+
+static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
+static HITS: AtomicU64 = AtomicU64::new(0);
+
+/// Marks a point between two effects. The name is `room.effect.before` or `room.effect.after`.
+pub fn hit(name: &str) {
+    let plan = PLAN.get_or_init(|| std::env::var(VARIABLE).ok().map(|text| parse(&text)));
+    let Some(plan) = plan else { return };
+    let n = HITS.fetch_add(1, Ordering::SeqCst) + 1;
+    if let Some(path) = &plan.log {
+        let line = format!("{n} {name}\n");
+        let _ = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .and_then(|mut f| f.write_all(line.as_bytes()));
+    }
+    if plan.die_at == Some(n) || plan.die_name.as_deref() == Some(name) {
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_is_read_from_its_text() {
+        let plan = parse("log=/tmp/x;die=7");
+        assert_eq!((plan.die_at, plan.die_name), (Some(7), None));
+        assert_eq!(
+            parse("die=kernel.freeze.after").die_name.as_deref(),
+            Some("kernel.freeze.after")
+        );
+    }
+}

@@ -1,0 +1,129 @@
+//! The facts of a fence. A fact is what the kernel confirmed, never what we asked for.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::time::BootNs;
+
+/// One provable step of stopping a stale writer, weakest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fact {
+    /// `cgroup.freeze` is 1 and `cgroup.events` says frozen 1 or populated 0.
+    Frozen,
+    /// The overlay's superblock is read-only and a write probe got EROFS.
+    ReadOnly,
+    /// `cgroup.events` says populated 0 after `cgroup.kill`.
+    Killed,
+    /// The overlay's superblock died.
+    Gone,
+}
+
+impl Fact {
+    /// All facts this build can prove, weakest first.
+    pub const ALL: [Self; 4] = [Self::Frozen, Self::ReadOnly, Self::Killed, Self::Gone];
+
+    /// The name used in output and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Frozen => "frozen",
+            Self::ReadOnly => "read-only",
+            Self::Killed => "killed",
+            Self::Gone => "gone",
+        }
+    }
+}
+
+impl fmt::Display for Fact {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What was asked of the kernel and what it said.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Proof {
+    /// What was asked, in the kernel's own terms.
+    pub asked: String,
+    /// Its answer.
+    pub answer: String,
+    /// When the answer came, nanoseconds on CLOCK_BOOTTIME.
+    pub at: BootNs,
+    /// From the first request to the answer, microseconds.
+    pub took_us: u64,
+}
+
+/// The facts of one session that hold now.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Facts(pub BTreeMap<Fact, Proof>);
+
+impl Facts {
+    /// Whether `fact` is proved.
+    pub fn has(&self, fact: Fact) -> bool {
+        self.0.contains_key(&fact)
+    }
+
+    /// Adds a proved fact.
+    pub fn prove(&mut self, fact: Fact, proof: Proof) {
+        self.0.insert(fact, proof);
+    }
+
+    /// Drops a fact that no longer holds, for instance `frozen` after a foreign thaw.
+    pub fn drop(&mut self, fact: Fact) {
+        self.0.remove(&fact);
+    }
+
+    /// The facts' names, weakest first.
+    pub fn names(&self) -> Vec<&'static str> {
+        self.0.keys().map(|f| f.name()).collect()
+    }
+}
+
+/// Who keeps an overlay from becoming read-only.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Holder {
+    /// Process id as the agent sees it; 0 when the kernel itself holds it.
+    pub pid: u32,
+    /// The command's name.
+    pub command: String,
+    /// `descriptor`, `mapping`, `cwd`, `root`, `mount` or `kernel`.
+    pub how: String,
+    /// The path or detail.
+    pub what: String,
+    /// Its cgroup on the v2 hierarchy.
+    pub cgroup: String,
+    /// Whether it runs inside the session's sealed cgroup.
+    pub inside: bool,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.pid == 0 {
+            return write!(f, "held by the kernel, not nameable");
+        }
+        let place = if self.inside { "inside" } else { "outside" };
+        write!(
+            f,
+            "pid {} ({}) {place} the session, {} {}",
+            self.pid, self.command, self.how, self.what
+        )
+    }
+}
+
+/// A process that did not freeze in time and what it is doing.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Blocker {
+    /// Process id.
+    pub pid: u32,
+    /// The command's name.
+    pub command: String,
+    /// One-letter state of /proc/PID/stat.
+    pub state: String,
+    /// Kernel function it sleeps in, where readable.
+    pub wchan: String,
+    /// System call line of /proc/PID/syscall, where readable.
+    pub syscall: String,
+}

@@ -14,4 +14,5 @@ pub mod session;
 pub mod step;
 pub mod ticket;
 pub mod time;
+pub mod view;
 pub mod workspace;

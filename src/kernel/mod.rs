@@ -23,6 +23,10 @@ use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
+pub mod blockers;
+pub mod cgroup;
+pub mod clock;
+pub mod mountinfo;
 pub mod walk;
 
 /// What the kernel refused, or what it answered that cannot be worked with.

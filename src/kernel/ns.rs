@@ -14,7 +14,7 @@ use rustix::mount::{MountPropagationFlags, UnmountFlags};
 use rustix::process::{Pid, PidfdFlags};
 use rustix::thread::{LinkNameSpaceType, ThreadNameSpaceType};
 
-use super::{At as _, Error, Result, mountinfo, proc_path};
+use super::{At as _, Error, Result, fs_magic, mountinfo, proc_path};
 use crate::failpoint;
 
 /// File-system magic of namespace files.
@@ -71,7 +71,7 @@ pub fn open_cell(pin: &Path) -> Result<Option<OwnedFd>> {
         Err(Errno::NOENT) => return Ok(None),
         answer => answer.at("open the cell at", pin)?,
     };
-    let magic = rustix::fs::fstatfs(&fd).at("statfs", pin)?.f_type as u64;
+    let magic = fs_magic(&fd).at("statfs", pin)?;
     Ok((magic == NSFS).then_some(fd))
 }
 

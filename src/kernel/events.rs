@@ -1,6 +1,7 @@
 //! One descriptor that wakes when the kernel has news of any session's cgroup: frozen, thawed,
-//! emptied, removed. It says who to look at again, never what happened: events are merged and
-//! held back, so the state is read afterwards.
+//! populated, emptied. It says who to look at again, never what happened: events are merged and
+//! held back, so the state is read afterwards. That a cgroup was removed is not reported (6.18):
+//! only emptying it is.
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -46,11 +47,7 @@ impl CgroupEvents {
     pub fn add(&self, session: SessionId, cgroup: &Cgroup) -> Result<()> {
         let path = cgroup.path().join("cgroup.events");
         let mut state = self.state();
-        let watch = state
-            .inotify
-            .watches()
-            .add(&path, WatchMask::MODIFY | WatchMask::DELETE_SELF)
-            .at("watch", path)?;
+        let watch = state.inotify.watches().add(&path, WatchMask::MODIFY).at("watch", path)?;
         state.watched.insert(watch, session);
         Ok(())
     }
@@ -69,7 +66,7 @@ impl CgroupEvents {
     }
 
     /// The sessions to look at again, without waiting; all of them if the kernel had to drop
-    /// events. A session whose cgroup was removed is named a last time.
+    /// events.
     pub fn woken(&self) -> Result<Vec<SessionId>> {
         let mut state = self.state();
         let mut woken = BTreeSet::new();
@@ -84,9 +81,6 @@ impl CgroupEvents {
                     woken.extend(state.watched.values().copied());
                 }
                 woken.extend(state.watched.get(&event.wd).copied());
-                if event.mask.contains(EventMask::IGNORED) {
-                    state.watched.remove(&event.wd);
-                }
             }
         }
         Ok(woken.into_iter().collect())

@@ -27,6 +27,7 @@ pub mod blockers;
 pub mod cgroup;
 pub mod clock;
 pub mod deadlines;
+pub mod doctor;
 pub mod events;
 pub mod gone;
 pub mod holders;

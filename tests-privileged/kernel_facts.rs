@@ -56,6 +56,7 @@ pub fn tests() -> Vec<Test> {
         deadlines_are_read_by_another_process,
         a_deadline_file_has_one_writer_and_survives_it,
         a_cell_has_no_session_in_it,
+        all_namespaces_of_a_process_are_joined_at_once,
         the_doctor_finds_what_this_suite_needs_and_leaves_nothing,
     ]
 }
@@ -308,8 +309,14 @@ fn all_lower_layers_are_in_the_mount(place: &Place) {
 fn layers_with_mapped_ids_are_root_on_disk_and_inside(place: &Place) {
     let mut session = Session::new(place);
     let map = IdMap { base: 100_000, count: 65536 };
+    let begun = Instant::now();
+    drop(session.mount());
+    let plain = begun.elapsed();
+    overlay::unmount(&session.spec.target).unwrap();
     session.spec.mapped = Some(map);
+    let begun = Instant::now();
     let mounted = session.mount();
+    println!("mount: plain {plain:?}, mapped {:?}", begun.elapsed());
     assert_eq!(std::fs::metadata(session.merged("from-0")).unwrap().uid(), 100_000);
     let user_ns = overfence::kernel::idmap::user_namespace(&map).unwrap();
     let target = session.spec.target.clone();
@@ -408,6 +415,8 @@ fn a_freeze_is_proved_at_once_and_foreign_thaws_show(place: &Place) {
         assert!(cgroup.state().unwrap().is_frozen());
         proved(cgroup.thaw(seconds(2)).unwrap());
         assert!(!cgroup.state().unwrap().is_frozen());
+        // Lets the task leave the freezer's trap; while it is in it, freezing again is free.
+        std::thread::sleep(Duration::from_millis(2));
     }
     times.sort_unstable();
     println!("freeze of one idle process: median {} us, worst {} us", times[25], times[49]);
@@ -431,11 +440,16 @@ fn a_call_in_progress_ends_before_frozen(place: &Place) {
             }
         }
     });
+    let idle = Child::start(Some(&cgroup), || {});
     while std::fs::metadata(&out).unwrap().len() == 0 {
         std::thread::yield_now();
     }
     let before = std::fs::metadata(&out).unwrap().len();
-    let late = cgroup.freeze(Duration::ZERO).unwrap();
+    let late = cgroup.freeze(Duration::from_millis(5)).unwrap();
+    if let Outcome::Late(blockers) = &late {
+        let pids: Vec<u32> = blockers.iter().map(|b| b.pid).collect();
+        assert!(!pids.contains(&idle.pid()), "a frozen task is named: {blockers:?}");
+    }
     proved(cgroup.freeze(seconds(30)).unwrap());
     let after = std::fs::metadata(&out).unwrap().len();
     println!("size when asked {before}, when frozen {after}, at first {late:?}");
@@ -765,4 +779,26 @@ fn the_doctor_finds_what_this_suite_needs_and_leaves_nothing(place: &Place) {
     // Where nothing can be made, it says so instead of failing.
     let refused = doctor::ask(Path::new("/proc"), Path::new("/proc"));
     assert!(refused.iter().any(|a| a.needed && !a.ok), "{refused:?}");
+}
+
+fn all_namespaces_of_a_process_are_joined_at_once(_place: &Place) {
+    use nix::sched::CloneFlags;
+    let kinds = ["mnt", "uts", "ipc", "net", "cgroup"];
+    let namespaces =
+        |pid: &str| kinds.map(|kind| std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).unwrap());
+    let init = Child::start(None, || {
+        let flags = CloneFlags::CLONE_NEWNS
+            | CloneFlags::CLONE_NEWUTS
+            | CloneFlags::CLONE_NEWIPC
+            | CloneFlags::CLONE_NEWNET
+            | CloneFlags::CLONE_NEWCGROUP;
+        nix::sched::unshare(flags).unwrap();
+    });
+    let pidfd = ns::pidfd(init.pid()).unwrap();
+    let joined = Child::start(None, || ns::join(&pidfd, false).unwrap());
+    let (theirs, now) =
+        (namespaces(&init.pid().to_string()), namespaces(&joined.pid().to_string()));
+    assert_eq!(theirs, now);
+    let ours = namespaces("self");
+    assert!(ours.iter().zip(&now).all(|(a, b)| a != b), "{ours:?} {now:?}");
 }

@@ -86,7 +86,14 @@ impl Map {
         bytes
     }
 
+    /// A written slot never has sequence 0, which is its first word: most entries of a pass are told
+    /// to be free by two loads.
     fn entry(&self, index: usize) -> Entry {
+        let first = (HEADER + index * ENTRY) / 8;
+        let sequence = |word: usize| self.words()[word].load(Ordering::Relaxed);
+        if sequence(first) == 0 && sequence(first + SLOT / 8) == 0 {
+            return Entry::Free;
+        }
         slots::entry(index, &self.slot(index, 0), &self.slot(index, 1))
     }
 

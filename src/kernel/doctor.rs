@@ -259,7 +259,7 @@ fn bubblewrap() -> Seen {
     if run("--help")?.contains("--bind-fd") {
         Ok(format!("{version}, with --bind-fd"))
     } else {
-        Err(format!("{version} has no --bind-fd; 0.11 and later do"))
+        Err(format!("{version} has no --bind-fd; Debian 12 and later have it"))
     }
 }
 

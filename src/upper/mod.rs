@@ -32,6 +32,8 @@ pub mod changes;
 mod empty;
 pub mod layer;
 pub mod remove;
+#[cfg(test)]
+mod round_trip;
 pub mod store;
 mod tarfmt;
 mod tree;

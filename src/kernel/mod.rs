@@ -23,6 +23,13 @@ use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
+pub mod blockers;
+pub mod cgroup;
+pub mod clock;
+pub mod idmap;
+pub mod mountinfo;
+pub mod ns;
+pub mod overlay;
 pub mod walk;
 
 /// What the kernel refused, or what it answered that cannot be worked with.
@@ -35,6 +42,19 @@ pub enum Error {
         op: &'static str,
         /// On what.
         path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: Errno,
+    },
+    /// A mount was refused and the kernel said why in words.
+    #[error("cannot {op} {}: kernel log: {log:?}", path.display())]
+    Refused {
+        /// What was tried.
+        op: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The messages on the mount context, often empty on older kernels.
+        log: String,
         /// The kernel's answer.
         #[source]
         source: Errno,
@@ -100,7 +120,7 @@ impl Error {
     /// The errno behind this error, if the kernel gave one.
     pub fn errno(&self) -> Option<Errno> {
         match self {
-            Self::Call { source, .. } => Some(*source),
+            Self::Call { source, .. } | Self::Refused { source, .. } => Some(*source),
             _ => None,
         }
     }

@@ -21,6 +21,7 @@ use super::store::write_durable;
 use super::tree::reopen;
 use super::{At as _, Error, Result, Shown, sync_dir};
 use crate::failpoint;
+use crate::kernel::mountinfo;
 use crate::kernel::walk::Dir;
 use crate::model::facts::{Fact, Facts};
 use crate::model::ids::SessionId;
@@ -216,40 +217,12 @@ fn check_marker(dir: &Dir, id: SessionId) -> Result<()> {
 /// seen; the walk does not cross them either.
 fn refuse_mounts_below(path: &Path) -> Result<()> {
     let real = path.canonicalize().at("resolve", path)?;
-    let text = std::fs::read("/proc/self/mountinfo").at("read", "/proc/self/mountinfo")?;
-    let found = mounts_below(&text, &real);
+    let found = mountinfo::below(mountinfo::read(None)?, &real);
     if found.is_empty() {
         return Ok(());
     }
-    let mounts: Vec<_> = found.iter().take(5).map(|m| Shown::bytes(m).to_string()).collect();
-    Err(Error::Mounted { path: Shown::from(path), mounts: mounts.join(", ") })
-}
-
-/// The mount points at or below `path`, from the text of a mountinfo file.
-pub fn mounts_below(mountinfo: &[u8], path: &Path) -> Vec<Vec<u8>> {
-    mountinfo
-        .split(|b| *b == b'\n')
-        .filter_map(|line| line.split(|b| *b == b' ').nth(4))
-        .map(unescape)
-        .filter(|point| Path::new(OsStr::from_bytes(point)).starts_with(path))
-        .collect()
-}
-
-/// Undoes mountinfo's octal escapes (`\040` for a blank).
-fn unescape(text: &[u8]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(text.len());
-    let mut rest = text;
-    while let [first, tail @ ..] = rest {
-        let (byte, tail) = match rest {
-            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', tail @ ..] => {
-                ((a - b'0') * 64 + (b - b'0') * 8 + (c - b'0'), tail)
-            }
-            _ => (*first, tail),
-        };
-        out.push(byte);
-        rest = tail;
-    }
-    out
+    let points: Vec<_> = found.iter().take(5).map(|m| Shown::from(&*m.point).to_string()).collect();
+    Err(Error::Mounted { path: Shown::from(path), mounts: points.join(", ") })
 }
 
 /// Removes a directory of our own making with all that is in it: a layer's tree, a temporary. The
@@ -416,14 +389,5 @@ pub(super) mod tests {
         }
         let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
         assert_eq!(removed.entries, 10_001 + 6 * super::super::empty::BATCH as u64 + 6);
-    }
-
-    #[test]
-    fn mounts_are_found_by_whole_names_and_through_escapes() {
-        let text = b"1 2 0:3 / /a\\040b/merged rw - overlay o rw\n\
-            4 2 0:3 / /a\\040bc rw - tmpfs t rw\n5 2 0:3 / / rw - ext4 d rw\n";
-        assert_eq!(mounts_below(text, Path::new("/a b")), [b"/a b/merged".to_vec()]);
-        assert_eq!(mounts_below(text, Path::new("/c")), Vec::<Vec<u8>>::new());
-        assert_eq!(mounts_below(b"short line\n\\9 \\ \\ \\ \\0", Path::new("/")).len(), 0);
     }
 }

@@ -33,6 +33,7 @@ pub fn tests() -> Vec<Test> {
         what_an_overlay_recorded_is_listed,
         a_captured_upper_mounted_as_a_lower_shows_the_same_tree,
         owners_capabilities_and_acls_survive,
+        the_merged_top_keeps_its_owner_and_mode,
         a_plain_directory_with_overlay_marks_is_refused,
         deleted_and_made_anew_in_one_layer_is_opaque,
         hostile_uppers_are_removed_whole,
@@ -312,6 +313,25 @@ fn owners_capabilities_and_acls_survive(place: &Place) {
         assert_eq!(get(&tool, "security.capability"), caps, "and capabilities");
         assert_eq!(get(&secret, "system.posix_acl_access"), acl);
         assert_eq!(get(&secret, "trusted.ours"), b"\0\n=");
+    });
+}
+
+fn the_merged_top_keeps_its_owner_and_mode(place: &Place) {
+    let host = Host::new(place, |top| fs::write(top.join("f"), "f").unwrap());
+    let (_, dirs, ()) = host.session(&[host.base], |merged| {
+        chown(merged, Some(1000), Some(1001)).unwrap();
+        fs::set_permissions(merged, fs::Permissions::from_mode(0o2770)).unwrap();
+        set(merged, "user.note", b"top");
+    });
+    let layer = host.capture(&dirs.upper).unwrap().diff_id;
+    let top = File::open(host.store.ensure_tree(layer).unwrap()).unwrap();
+    host.session(&[host.base, layer], |merged| {
+        let upper = File::open(merged.parent().unwrap().join("upper")).unwrap();
+        overfence::upper::copy_top(top.as_fd(), upper.as_fd()).unwrap();
+        let meta = merged.metadata().unwrap();
+        assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o7777), (1000, 1001, 0o2770));
+        assert_eq!(get(merged, "user.note"), b"top");
+        assert!(is_empty(upper.as_fd()).unwrap());
     });
 }
 

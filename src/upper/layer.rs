@@ -218,7 +218,7 @@ fn stamp(info: &Info) -> (u64, i64, u32, i64, u32) {
     (info.size, info.mtime_s, info.mtime_ns, info.ctime_s, info.ctime_ns)
 }
 
-fn meta_of(change: &Change) -> Meta {
+pub(super) fn meta_of(change: &Change) -> Meta {
     let info = &change.info;
     Meta {
         mode: info.mode,

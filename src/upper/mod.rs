@@ -40,6 +40,7 @@ mod tree;
 mod unpack;
 
 pub use tarfmt::fuzz_entries;
+pub use unpack::copy_top;
 
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};

@@ -85,6 +85,25 @@ fn a_tree_captured_unpacked_and_captured_again_has_the_same_digest() {
 }
 
 #[test]
+fn plain_tar_unpacks_a_layer_to_the_same_tree() {
+    let case = case();
+    furnish(&case.source);
+    let first = capture_dir(&case.source, &case.store).unwrap();
+    let tar = case.layers.join("layer.tar");
+    let blob = File::open(case.store.blob_path(first.diff_id)).unwrap();
+    zstd::stream::copy_decode(blob, File::create(&tar).unwrap()).unwrap();
+    let other = case.layers.join("other");
+    std::fs::create_dir(&other).unwrap();
+    let status = std::process::Command::new("tar")
+        .args(["-x", "-p", "--xattrs", "--xattrs-include=*", "-f"])
+        .args([&tar, Path::new("-C"), &other])
+        .status()
+        .unwrap();
+    assert!(status.success());
+    assert_eq!(capture_dir(&other, &case.store).unwrap().diff_id, first.diff_id);
+}
+
+#[test]
 fn the_digest_depends_on_content_alone() {
     let (a, b) = (case(), case());
     furnish(&a.source);

@@ -1,1 +1,2 @@
 //! (room being built)
+pub mod launch;

@@ -28,7 +28,7 @@ pub(super) struct Orders {
 }
 
 /// Runs the init and ends the process. `args` are what follows `session-init`: numbers of
-/// descriptors, for orders, control and, with a command, its three standard streams.
+/// descriptors: orders, control, the record's lock and, with a command, its standard streams.
 pub fn init_main(args: impl IntoIterator<Item = OsString>) -> ! {
     let code = match serve(args) {
         Ok(()) => 0,
@@ -59,6 +59,7 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
     File::from(next()?).read_to_string(&mut text)?;
     let orders: Orders = serde_json::from_str(&text)?;
     let client = UnixStream::from(next()?);
+    let lock = File::from(next()?);
 
     say(&client, Word::Ready)?;
     // Until the record is written nobody would believe our signs of life; a client that died
@@ -74,7 +75,7 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
                 command: Some(start(&errand, &streams)?),
                 client: Some(client),
                 beat: orders.beat_ttl.map(Beat::new),
-                afterwards: Afterwards::StayForOthers,
+                afterwards: Afterwards::StayForOthers(lock),
             }
         }
     };

@@ -20,7 +20,7 @@ use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
 
 use super::control::{Word, hear, say};
 use super::init::Orders;
-use super::record::{self, InitRecord};
+use super::record::{self, InitRecord, Lock};
 use super::shed::Errand;
 use super::walls::{self, Top, Walls};
 use super::{Command, Error, Holder, Network, Place, Result, etc, filters, io_at};
@@ -29,10 +29,11 @@ use crate::kernel::launch::{Fork, close_all_on_exec, exit_now, fork};
 
 /// Starts the init and writes its record. With a command, what comes back is the line to its
 /// tender; the command was told to start.
-pub(super) fn init(place: &Place, command: Option<&Command>) -> Result<UnixStream> {
+pub(super) fn init(place: &Place, command: Option<&Command>, lock: &Lock) -> Result<UnixStream> {
     if !Path::new(walls::BUBBLEWRAP).exists() {
         return Err(Error::NoBubblewrap);
     }
+    lock.anew(place)?;
     let filters = filters::programs()?;
     let etc = etc::prepare(&place.state_dir)?;
     let stub = place.run_dir.join("overfence");
@@ -60,6 +61,7 @@ pub(super) fn init(place: &Place, command: Option<&Command>) -> Result<UnixStrea
         filters,
         orders: memory("orders", &orders).map_err(at())?,
         control: theirs.into(),
+        lock: record::open_lock(place)?,
         status: status_end,
         complaints: complaints.try_clone().map_err(at())?,
         caller_io: command.is_some(),
@@ -129,6 +131,8 @@ struct Journey<'a> {
     filters: Vec<File>,
     orders: File,
     control: OwnedFd,
+    /// The record's lock, opened anew for the init.
+    lock: File,
     status: OwnedFd,
     complaints: File,
     /// Whether the command gets the caller's standard streams. An init without a command gets
@@ -173,16 +177,16 @@ impl Journey<'_> {
         close_all_on_exec().map_err(at("mark descriptors to be closed"))?;
         let mut passed: Vec<BorrowedFd> =
             vec![merged.as_fd(), run_dir.as_fd(), binary.as_fd(), etc.as_fd()];
-        passed.extend([self.orders.as_fd(), self.control.as_fd(), self.status.as_fd()]);
+        passed.extend([self.orders.as_fd(), self.control.as_fd(), self.lock.as_fd()]);
+        passed.push(self.status.as_fd());
         passed.extend(self.filters.iter().chain(&streams).map(AsFd::as_fd));
         for fd in passed {
             fcntl_setfd(fd, FdFlags::empty()).map_err(at("keep a descriptor open"))?;
         }
         // 8. The walls.
-        let init: Vec<RawFd> = [self.orders.as_raw_fd(), self.control.as_raw_fd()]
-            .into_iter()
-            .chain(streams.iter().map(|s| s.as_raw_fd()))
-            .collect();
+        let told = [self.orders.as_raw_fd(), self.control.as_raw_fd(), self.lock.as_raw_fd()];
+        let init: Vec<RawFd> =
+            told.into_iter().chain(streams.iter().map(|s| s.as_raw_fd())).collect();
         let arguments = walls::arguments(&Walls {
             tops: tops(),
             read_only_proc: present(walls::READ_ONLY_PROC),

@@ -256,11 +256,11 @@ fn io_at<E: Into<io::Error>>(
 /// Nothing was run, or (after a start) the wait itself failed.
 pub fn run(place: &Place, command: &Command) -> Result<Exit> {
     check(place, command)?;
-    let lock = record::lock(place)?;
-    if record::live(place)?.is_some() {
+    let lock = record::Lock::take(place)?;
+    if lock.init(place)?.is_some() {
         return Err(Error::Running { session: place.session });
     }
-    let control = launch::init(place, Some(command))?;
+    let control = launch::init(place, Some(command), &lock)?;
     drop(lock);
     client::attend(&control)
 }
@@ -272,19 +272,20 @@ pub fn run(place: &Place, command: &Command) -> Result<Exit> {
 /// Nothing was run, or (after a start) the wait itself failed.
 pub fn exec(place: &Place, command: &Command) -> Result<Exit> {
     check(place, command)?;
-    let lock = record::lock(place)?;
-    let init = match record::live(place)? {
+    let lock = record::Lock::take(place)?;
+    let init = match lock.init(place)? {
         Some(init) => init,
         None => {
-            launch::init(place, None)?;
-            record::live(place)?.ok_or_else(|| Error::Walls {
+            launch::init(place, None, &lock)?;
+            lock.init(place)?.ok_or_else(|| Error::Walls {
                 session: place.session,
                 said: "its init ended as soon as it had started".to_owned(),
             })?
         }
     };
-    drop(lock);
+    // Held until the command is a process in there, which keeps the init from leaving.
     let control = join::companion(place, init, command)?;
+    drop(lock);
     client::attend(&control)
 }
 

@@ -62,16 +62,43 @@ impl Stat {
     }
 }
 
-/// Keeps others from looking for or starting an init at the same time, until it is dropped.
-pub(super) fn lock(place: &Place) -> Result<File> {
+/// Keeps others from looking for, starting or leaving as an init at the same time, until it is
+/// dropped. An init that leaves because nothing is left to do writes into the lock's file first:
+/// until it is dead, it would be taken for one that can be joined.
+pub(super) struct Lock(File);
+
+impl Lock {
+    /// Waits for the lock.
+    pub(super) fn take(place: &Place) -> Result<Self> {
+        let path = beside(place, ".lock");
+        let file = open_lock(place)?;
+        file.lock().map_err(io_at("take the lock", &path))?;
+        Ok(Self(file))
+    }
+
+    /// The init that can be joined.
+    pub(super) fn init(&self, place: &Place) -> Result<Option<InitRecord>> {
+        let meta = self.0.metadata().map_err(io_at("look at", beside(place, ".lock")))?;
+        if meta.len() > 0 { Ok(None) } else { live(place) }
+    }
+
+    /// Forgets that an earlier init left; a new one is about to start.
+    pub(super) fn anew(&self, place: &Place) -> Result<()> {
+        self.0.set_len(0).map_err(io_at("empty", beside(place, ".lock")))
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Not by closing alone: a forked companion has the same open file.
+        let _ = self.0.unlock();
+    }
+}
+
+/// The lock's file, opened anew: for an init, which takes it by itself when it leaves.
+pub(super) fn open_lock(place: &Place) -> Result<File> {
     let path = beside(place, ".lock");
-    let file = File::options()
-        .create(true)
-        .append(true)
-        .open(&path)
-        .map_err(io_at("open the lock", &path))?;
-    file.lock().map_err(io_at("take the lock", &path))?;
-    Ok(file)
+    File::options().create(true).append(true).open(&path).map_err(io_at("open the lock", &path))
 }
 
 /// The recorded init, if it lives.

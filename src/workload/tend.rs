@@ -2,7 +2,8 @@
 //! Done by the session's init for the command of `run`, and by a companion outside for each
 //! command of `exec`.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -19,12 +20,13 @@ use super::control::{Word, hear, say};
 use super::record::Stat;
 
 /// What a tender does once its command has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum Afterwards {
     /// Ends, too: a companion.
     Leave,
-    /// Stays until no other process is left in its pid namespace: the init of `run`.
-    StayForOthers,
+    /// Stays until no other process is left in its pid namespace: the init of `run`. Leaves under
+    /// the record's lock, so that nobody joins who would be killed by it.
+    StayForOthers(File),
     /// Stays until the session is closed: an init without a command of its own.
     Stay,
 }
@@ -52,9 +54,9 @@ impl Tender {
             // Before looking: a death after this makes the descriptor readable again.
             while deaths.read_signal()?.is_some() {}
             self.collect();
-            let other = match (self.command, self.afterwards) {
+            let other = match (self.command, &self.afterwards) {
                 (None, Afterwards::Leave) => return Ok(()),
-                (None, Afterwards::StayForOthers) => match other_process()? {
+                (None, Afterwards::StayForOthers(lock)) => match leave(lock)? {
                     None => return Ok(()),
                     other => other,
                 },
@@ -136,6 +138,17 @@ fn wait(fds: &[Option<BorrowedFd<'_>>; 3], limit: Option<Duration>) -> io::Resul
         Err(e) => return Err(e.into()),
     }
     Ok(fds[1].is_some() && set[1].any().unwrap_or(false))
+}
+
+/// Leaves unless another process is left, which comes back.
+fn leave(mut lock: &File) -> io::Result<Option<OwnedFd>> {
+    lock.lock()?;
+    let other = other_process()?;
+    if other.is_none() {
+        lock.write_all(b"left\n")?;
+    }
+    lock.unlock()?;
+    Ok(other)
 }
 
 /// A living process of this pid namespace that is not its init, by descriptor. Commands of `exec`

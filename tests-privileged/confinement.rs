@@ -1,15 +1,13 @@
-//! I10, the workload is confined: the known ways out, tried from inside; and what a command may
-//! expect of the place it runs in.
+//! I10, the workload is confined: the known ways out, tried from inside.
 
 use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
-use std::time::Duration;
 
-use overfence::model::ids::{Generation, SessionId};
-use overfence::workload::{Command, Exit, Holder, Network, Place, User, exec, run};
+use overfence::workload::{Exit, User, exec, run};
 
 use crate::host;
+use crate::room::{Room, sh};
 
 pub fn tests() -> Vec<host::Test> {
     macro_rules! tests {
@@ -19,83 +17,10 @@ pub fn tests() -> Vec<host::Test> {
         i10_no_way_out_for_a_user,
         i10_no_way_out_for_a_mapped_root,
         i10_unmapped_root_is_refused,
+        i10_capabilities_and_filters_are_as_decided,
+        i10_nothing_of_the_caller_is_inherited,
+        i10_another_session_is_not_held_with_a_cell,
     ]
-}
-
-/// A session of this test's own: a real overlay, a run directory, the test's cgroup.
-struct Room {
-    place: Place,
-    dir: PathBuf,
-}
-
-impl Room {
-    fn new(host: &host::Place) -> Self {
-        Self::with(host, "a", User::default(), false)
-    }
-
-    fn with(host: &host::Place, name: &str, user: User, mapped: bool) -> Self {
-        let dir = host.dir.join(name);
-        let cgroup = host.cgroup.join(name);
-        std::fs::create_dir(&dir).unwrap();
-        std::fs::create_dir(&cgroup).unwrap();
-        for part in ["upper", "work", "merged", "run", "state"] {
-            std::fs::create_dir(dir.join(part)).unwrap();
-        }
-        let owner = if mapped { 100_000 + user.uid } else { user.uid };
-        std::os::unix::fs::chown(dir.join("upper"), Some(owner), Some(owner)).unwrap();
-        std::fs::create_dir(dir.join("lower")).unwrap();
-        let merged = dir.join("merged");
-        let options = format!(
-            "lowerdir={0}/lower,upperdir={0}/upper,workdir={0}/work,redirect_dir=off,metacopy=off,index=off",
-            dir.display()
-        );
-        nix::mount::mount(
-            Some("overlay"),
-            &merged,
-            Some("overlay"),
-            nix::mount::MsFlags::empty(),
-            Some(options.as_str()),
-        )
-        .unwrap();
-        let place = Place {
-            session: SessionId::fresh(),
-            workspace: "team/repo".parse().unwrap(),
-            generation: Generation(7),
-            cgroup,
-            merged,
-            run_dir: dir.join("run"),
-            record: dir.join("init.json"),
-            cell: None,
-            state_dir: dir.join("state"),
-            user,
-            mapped,
-            network: Network::Own,
-            holder: Holder::Beat,
-            ttl: Duration::from_secs(3),
-            binary: host.binary.clone(),
-        };
-        Self { place, dir }
-    }
-
-    fn sh(&self, script: &str) -> Exit {
-        run(&self.place, &sh(script)).unwrap()
-    }
-
-    fn sh_again(&self, script: &str) -> Exit {
-        exec(&self.place, &sh(script)).unwrap()
-    }
-
-    fn out(&self, name: &str) -> String {
-        std::fs::read_to_string(self.place.merged.join(name)).unwrap()
-    }
-}
-
-fn sh(script: &str) -> Command {
-    Command {
-        argv: ["/bin/sh", "-c", script].map(Into::into).into(),
-        env: vec![("EXTRA".into(), "given".into())],
-        cwd: None,
-    }
 }
 
 const PROBE: &str = include_str!("confinement_probe.py");
@@ -278,4 +203,117 @@ fn i10_unmapped_root_is_refused(host: &host::Place) {
         }
     }
     assert!(!room.place.merged.join("out").exists());
+}
+
+/// One `Name:\tvalue` of a process's status file.
+fn field<'a>(status: &'a str, name: &str) -> &'a str {
+    let line = status.lines().find(|line| line.split(':').next() == Some(name));
+    line.and_then(|l| l.split('\t').nth(1)).unwrap_or_else(|| panic!("no {name} in {status}"))
+}
+
+/// Never in reach, whoever the command is: SYS_ADMIN, MKNOD, DAC_READ_SEARCH, SYS_PTRACE,
+/// SYS_RAWIO, SYS_MODULE, LINUX_IMMUTABLE, BPF, PERFMON, CHECKPOINT_RESTORE.
+const NEVER: u64 = 1 << 21 | 1 << 27 | 1 << 2 | 1 << 19 | 1 << 17 | 1 << 16 | 1 << 9 | 7 << 38;
+const CAP_KILL: u64 = 1 << 5;
+
+fn i10_capabilities_and_filters_are_as_decided(host: &host::Place) {
+    let filters = if cfg!(target_arch = "x86_64") { "3" } else { "2" };
+    let mapped_root = User { uid: 0, gid: 0, groups: vec![] };
+    for (name, user, mapped) in [("a", User::default(), false), ("b", mapped_root, true)] {
+        let room = Room::with(host, name, user, mapped);
+        let command = |out: &str| {
+            // Another's files of the same user: the command itself and its init.
+            sh(&format!("cat /proc/self/status > {out}; cat /proc/1/status > {out}.init"))
+        };
+        assert_eq!(run(&room.place, &command("run")).unwrap(), Exit::Code(0));
+        assert_eq!(exec(&room.place, &command("exec")).unwrap(), Exit::Code(0));
+        for out in ["run", "exec", "run.init", "exec.init"] {
+            let status = room.out(out);
+            assert_eq!(field(&status, "NoNewPrivs"), "1", "{out}");
+            assert_eq!(field(&status, "Seccomp"), "2", "{out}");
+            assert_eq!(field(&status, "Seccomp_filters"), filters, "{out}");
+            let caps = |set| u64::from_str_radix(field(&status, set), 16).unwrap();
+            assert_eq!((caps("CapInh"), caps("CapAmb")), (0, 0), "{out}");
+            for set in ["CapBnd", "CapPrm", "CapEff"] {
+                assert_eq!(caps(set) & NEVER, 0, "{set} of {out}");
+                match (out.ends_with(".init"), mapped) {
+                    (true, _) => assert_eq!(caps(set) & !CAP_KILL, 0, "{set} of {out}"),
+                    (false, false) => assert_eq!(caps(set), 0, "{set} of {out}"),
+                    (false, true) => assert_ne!(caps(set), 0, "{set} of {out}"),
+                }
+            }
+        }
+    }
+}
+
+fn i10_nothing_of_the_caller_is_inherited(host: &host::Place) {
+    let room = Room::new(host);
+    // Open across exec, as a careless caller leaves it.
+    let _open = rustix::io::dup(std::fs::File::open("/etc/passwd").unwrap()).unwrap();
+    assert!(std::env::var_os("OVERFENCE_TEST_DIR").is_some(), "nothing to look for");
+    let script = |out| sh(&format!("env > {out}.env; exec ls -l /proc/self/fd > {out}"));
+    assert_eq!(run(&room.place, &script("run")).unwrap(), Exit::Code(0));
+    assert_eq!(exec(&room.place, &script("exec")).unwrap(), Exit::Code(0));
+    for out in ["run", "exec"] {
+        let listed = room.out(out);
+        let fds: Vec<&str> =
+            listed.lines().filter_map(|l| l.split(" -> ").next()?.split(' ').next_back()).collect();
+        // The last one is the listed directory itself.
+        assert_eq!(fds[1..], ["0", "1", "2", "3"], "{listed}");
+        let environment = room.out(&format!("{out}.env"));
+        assert!(!environment.contains("OVERFENCE_TEST"), "{environment}");
+        for given in [
+            "EXTRA=given",
+            "HOME=/workspace",
+            "OVERFENCE_WORKSPACE=team/repo",
+            "OVERFENCE_GENERATION=7",
+            &format!("OVERFENCE_SESSION={}", room.place.session),
+        ] {
+            assert!(environment.lines().any(|line| line == given), "{given} in {environment}");
+        }
+    }
+}
+
+fn i10_another_session_is_not_held_with_a_cell(host: &host::Place) {
+    let (go, stay) = std::os::unix::net::UnixStream::pair().unwrap();
+    // A mount namespace from before any session, kept by a process.
+    let cell = match overfence::kernel::launch::fork().unwrap() {
+        overfence::kernel::launch::Fork::Parent(pid) => pid,
+        overfence::kernel::launch::Fork::Child => {
+            drop(go);
+            nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNS).unwrap();
+            (&stay).write_all(b"x").unwrap();
+            let _ = (&stay).read(&mut [0]);
+            std::process::exit(0);
+        }
+    };
+    drop(stay);
+    (&go).read_exact(&mut [0]).unwrap();
+    let other = Room::new(host);
+    let mut room = Room::with(host, "b", User::default(), false);
+    let seen = |room: &Room| -> Vec<bool> {
+        let command = sh("echo here > /workspace/out; (sleep 100 > /dev/null 2>&1 &)");
+        assert_eq!(run(&room.place, &command).unwrap(), Exit::Code(0));
+        let procs = std::fs::read_to_string(room.place.cgroup.join("cgroup.procs")).unwrap();
+        assert!(procs.lines().count() >= 3, "monitor, init and daemon: {procs}");
+        let mounts: Vec<String> = procs
+            .lines()
+            .map(|pid| std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap())
+            .collect();
+        std::fs::write(room.place.cgroup.join("cgroup.kill"), "1").unwrap();
+        let path = other.place.merged.to_str().unwrap();
+        mounts.iter().map(|text| text.contains(&format!(" {path} "))).collect()
+    };
+    assert!(
+        seen(&room).contains(&true),
+        "without a cell the monitor has it: else this proves nothing"
+    );
+    room.place.cell = Some(format!("/proc/{cell}/ns/mnt").into());
+    room.place.cgroup = host.cgroup.join("c");
+    std::fs::create_dir(&room.place.cgroup).unwrap();
+    let held = seen(&room);
+    assert!(!held.contains(&true), "{held:?}");
+    assert_eq!(room.out("out"), "here\n");
+    drop(go);
+    nix::sys::wait::waitpid(cell, None).unwrap();
 }

@@ -7,12 +7,14 @@
 
 mod confinement;
 mod host;
+mod room;
+mod workload;
 
 use host::Test;
 use libtest_mimic::{Arguments, Trial};
 
 fn all() -> Vec<(&'static str, Vec<Test>)> {
-    vec![("confinement", confinement::tests())]
+    vec![("confinement", confinement::tests()), ("workload", workload::tests())]
 }
 
 fn main() {

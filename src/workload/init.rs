@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::beat::Beat;
 use super::control::{Word, hear, say};
 use super::shed::{Errand, keep_kill};
-use super::tend::{Afterwards, Tender};
+use super::tend::{Afterwards, Client, Tender};
 use crate::kernel::launch::{Fork, exit_now, fork, inherited};
 
 /// What an init is told.
@@ -68,12 +68,17 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
         return Ok(());
     }
     let tender = match orders.errand {
-        None => Tender { command: None, client: None, beat: None, afterwards: Afterwards::Stay },
+        None => Tender {
+            command: None,
+            client: Client::default(),
+            beat: None,
+            afterwards: Afterwards::Stay,
+        },
         Some(errand) => {
             let streams = [next()?, next()?, next()?];
             Tender {
                 command: Some(start(&errand, &streams)?),
-                client: Some(client),
+                client: Client::at(client),
                 beat: orders.beat_ttl.map(Beat::new),
                 afterwards: Afterwards::StayForOthers(lock),
             }

@@ -14,7 +14,7 @@ use super::control::{Word, hear, say};
 use super::launch::{become_mapped_root, enter_cgroup, memory, text_of};
 use super::record::InitRecord;
 use super::shed::{Errand, keep_kill};
-use super::tend::{Afterwards, Tender};
+use super::tend::{Afterwards, Client, Tender};
 use super::{Command, Error, Network, Place, Result, filters, io_at};
 use crate::kernel::launch::{Fork, close_all_on_exec, exit_now, fork};
 
@@ -67,7 +67,7 @@ fn accompany(
     };
     keep_kill()?;
     say(&client, Word::Ready)?;
-    let client = Some(client);
+    let client = Client::at(client);
     Tender { command: Some(command), client, beat: None, afterwards: Afterwards::Leave }.tend()
 }
 

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process;
 
 use caps::{CapSet, Capability, CapsHashSet};
+use nix::sys::signal::SigSet;
 use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
 use seccompiler::BpfProgram;
 use serde::{Deserialize, Serialize};
@@ -92,7 +93,10 @@ impl Errand {
                 return (125, format!("cannot load the system call filter: {e}"));
             }
         }
-        // exec() also gives the command an empty signal mask and SIGPIPE as it was at birth.
+        // exec() gives SIGPIPE back as it was at birth, but hands our mask on.
+        if let Err(e) = SigSet::empty().thread_set_mask() {
+            return (125, format!("cannot unblock signals: {e}"));
+        }
         let e = process::Command::new(program)
             .args(arguments)
             .env_clear()

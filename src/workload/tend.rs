@@ -36,7 +36,7 @@ pub(super) struct Tender {
     /// The command, while it lives.
     pub(super) command: Option<Pid>,
     /// The client, while it is there.
-    pub(super) client: Option<UnixStream>,
+    pub(super) client: Client,
     /// Signs of life for the command.
     pub(super) beat: Option<Beat>,
     /// When to leave.
@@ -55,8 +55,11 @@ impl Tender {
             while deaths.read_signal()?.is_some() {}
             self.collect();
             let other = match (self.command, &self.afterwards) {
-                (None, Afterwards::Leave) => return Ok(()),
-                (None, Afterwards::StayForOthers(lock)) => match leave(lock)? {
+                (None, Afterwards::Leave) => {
+                    self.client.tell_end();
+                    return Ok(());
+                }
+                (None, Afterwards::StayForOthers(lock)) => match leave(lock, &mut self.client)? {
                     None => return Ok(()),
                     other => other,
                 },
@@ -68,7 +71,7 @@ impl Tender {
             let beat = self.beat.as_ref().filter(|_| self.command.is_some()).map(Beat::wait);
             let fds = [
                 Some(deaths.as_fd()),
-                self.client.as_ref().map(|c| c.as_fd()),
+                self.client.line.as_ref().map(|c| c.as_fd()),
                 other.as_ref().map(|o| o.as_fd()),
             ];
             if wait(&fds, beat)? {
@@ -93,21 +96,17 @@ impl Tender {
             if status.pid() != self.command {
                 continue;
             }
-            if let Some(client) = &self.client
-                && say(client, word).is_err()
-            {
-                self.client = None;
-            }
-            if word != Word::Stopped {
-                // Closed, so that the client sees the end also when it lost count.
+            if word == Word::Stopped {
+                self.client.tell(word);
+            } else {
                 self.command = None;
-                self.client = None;
+                self.client.ended = Some(word);
             }
         }
     }
 
     fn listen(&mut self) {
-        let Some(client) = &self.client else { return };
+        let Some(client) = &self.client.line else { return };
         match hear(client) {
             Ok(Some(Word::Signal(number))) => {
                 if let (Some(command), Ok(signal)) =
@@ -118,7 +117,7 @@ impl Tender {
             }
             Ok(Some(_)) => {}
             // Gone or out of its mind: the command goes on without it.
-            Ok(None) | Err(_) => self.client = None,
+            Ok(None) | Err(_) => self.client.line = None,
         }
     }
 }
@@ -140,14 +139,46 @@ fn wait(fds: &[Option<BorrowedFd<'_>>; 3], limit: Option<Duration>) -> io::Resul
     Ok(fds[1].is_some() && set[1].any().unwrap_or(false))
 }
 
-/// Leaves unless another process is left, which comes back.
-fn leave(mut lock: &File) -> io::Result<Option<OwnedFd>> {
-    lock.lock()?;
+/// The client's end of the line, and what it has yet to hear.
+#[derive(Default)]
+pub(super) struct Client {
+    line: Option<UnixStream>,
+    ended: Option<Word>,
+}
+
+impl Client {
+    pub(super) const fn at(line: UnixStream) -> Self {
+        Self { line: Some(line), ended: None }
+    }
+
+    fn tell(&mut self, word: Word) {
+        if self.line.as_ref().is_some_and(|line| say(line, word).is_err()) {
+            self.line = None;
+        }
+    }
+
+    /// Tells how the command ended, once, and hangs up.
+    fn tell_end(&mut self) {
+        if let Some(word) = self.ended.take() {
+            self.tell(word);
+            self.line = None;
+        }
+    }
+}
+
+/// Leaves unless another process is left, which comes back. The client hears the end after that
+/// was settled, so that it may start the next command at once; but it does not wait for others.
+fn leave(mut lock: &File, client: &mut Client) -> io::Result<Option<OwnedFd>> {
+    if lock.try_lock().is_err() {
+        client.tell_end();
+        lock.lock()?;
+    }
     let other = other_process()?;
     if other.is_none() {
         lock.write_all(b"left\n")?;
     }
     lock.unlock()?;
+    client.tell_end();
     Ok(other)
 }
 

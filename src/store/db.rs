@@ -1,0 +1,234 @@
+//! One SQLite file, one connection, group commit.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use rusqlite::{Connection, ErrorCode};
+
+use super::error::Error;
+use super::{files, schema};
+use crate::failpoint;
+
+/// How long-lasting a commit is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Durability {
+    /// Survives the agent's death, not a power loss (no fsync). For reads, and for what a reboot
+    /// ends anyway.
+    Lazy,
+    /// Survives a power loss.
+    Full,
+}
+
+/// Jobs in one transaction at most, so that the first of them does not wait for ever.
+const BATCH: usize = 128;
+
+#[derive(Clone)]
+enum Fate {
+    Committed,
+    RolledBack(String),
+    Lost(String),
+}
+
+/// Jobs that share a commit, and what became of it.
+struct Batch {
+    durability: Durability,
+    fate: OnceLock<Fate>,
+}
+
+struct Writer {
+    conn: Connection,
+    open: Option<Arc<Batch>>,
+    jobs: usize,
+    changes_before: u64,
+    synchronous: Option<Durability>,
+    broken: Option<String>,
+}
+
+/// The database. Calls block; do not call from inside a job.
+pub struct Db {
+    writer: Mutex<Writer>,
+    decided: Condvar,
+    waiting: AtomicUsize,
+    commits: AtomicU64,
+}
+
+impl Db {
+    /// Opens or makes the database at `path` and brings its schema up to date.
+    ///
+    /// # Errors
+    /// Not a database, a newer schema, or the disk does not answer.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        files::touch_private(path)?;
+        let conn = Connection::open(path).map_err(Error::sql("open"))?;
+        conn.busy_timeout(std::time::Duration::from_secs(5)).map_err(Error::sql("busy_timeout"))?;
+        for (name, value) in [("journal_mode", "WAL"), ("foreign_keys", "ON")] {
+            conn.pragma_update(None, name, value).map_err(Error::sql("pragma"))?;
+        }
+        conn.pragma_update(None, "synchronous", "FULL").map_err(Error::sql("pragma"))?;
+        schema::migrate(&conn, path)?;
+        let writer = Writer {
+            conn,
+            open: None,
+            jobs: 0,
+            changes_before: 0,
+            synchronous: Some(Durability::Full),
+            broken: None,
+        };
+        Ok(Self {
+            writer: Mutex::new(writer),
+            decided: Condvar::new(),
+            waiting: AtomicUsize::new(0),
+            commits: AtomicU64::new(0),
+        })
+    }
+
+    /// Commits that changed something, since open.
+    pub fn commits(&self) -> u64 {
+        self.commits.load(Ordering::Relaxed)
+    }
+
+    /// Runs `job` in a savepoint of the open transaction and answers once that is committed. An
+    /// error of the job undoes the job alone.
+    ///
+    /// # Errors
+    /// The job's own error; [`Error::RolledBack`] when the whole transaction was undone;
+    /// [`Error::CommitLost`] when the commit's outcome is not known; [`Error::NotBelieved`] ever
+    /// after that.
+    pub fn call<R>(
+        &self,
+        durability: Durability,
+        job: impl FnOnce(&Connection) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut writer = self.lock();
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+
+        // A lazy batch cannot be raised inside its transaction; what it holds is committed first.
+        if writer.open.as_ref().is_some_and(|b| b.durability < durability) {
+            self.commit(&mut writer);
+        }
+        let batch = join(&mut writer, durability)?;
+        // A panic of one job must not take the batch of the others with it.
+        let outcome = catch_unwind(AssertUnwindSafe(|| in_savepoint(&mut writer.conn, job)));
+        if let Some(why) = damage(&outcome) {
+            let _ = writer.conn.execute_batch("ROLLBACK");
+            writer.broken = Some(why.clone());
+            self.settle(&mut writer, Fate::RolledBack(why));
+        } else if writer.conn.is_autocommit() {
+            let why = "SQLite undid it, the disk may be full".to_owned();
+            self.settle(&mut writer, Fate::RolledBack(why));
+        } else if self.waiting.load(Ordering::SeqCst) == 0 || writer.jobs >= BATCH {
+            self.commit(&mut writer);
+        }
+        let fate = self.await_fate(writer, &batch);
+        let answer = outcome.unwrap_or_else(|panic| resume_unwind(panic));
+        match fate {
+            Fate::Committed => answer,
+            Fate::RolledBack(why) => Err(Error::RolledBack { why }),
+            Fate::Lost(why) => Err(Error::CommitLost { why }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Writer> {
+        // No code of ours leaves the writer half changed when it panics: jobs are caught.
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn commit(&self, writer: &mut Writer) {
+        if writer.open.is_none() {
+            return;
+        }
+        let changed = writer.conn.total_changes() != writer.changes_before;
+        if changed {
+            failpoint::hit("store.commit.before");
+        }
+        let fate = match writer.conn.execute_batch("COMMIT") {
+            Ok(()) => {
+                if changed {
+                    self.commits.fetch_add(1, Ordering::Relaxed);
+                    failpoint::hit("store.commit.after");
+                }
+                Fate::Committed
+            }
+            Err(error) => {
+                if !writer.conn.is_autocommit() {
+                    let _ = writer.conn.execute_batch("ROLLBACK");
+                }
+                // A full disk takes no commit frame, so nothing can come back; after any other
+                // failure (an fsync above all) the frame may or may not be on the disk.
+                if error.sqlite_error_code() == Some(ErrorCode::DiskFull) {
+                    Fate::RolledBack(error.to_string())
+                } else {
+                    let why = format!("commit: {error}");
+                    writer.broken = Some(why.clone());
+                    Fate::Lost(why)
+                }
+            }
+        };
+        self.settle(writer, fate);
+    }
+
+    fn settle(&self, writer: &mut Writer, fate: Fate) {
+        if let Some(batch) = writer.open.take() {
+            let _ = batch.fate.set(fate);
+        }
+        self.decided.notify_all();
+    }
+
+    fn await_fate(&self, mut writer: MutexGuard<'_, Writer>, batch: &Batch) -> Fate {
+        loop {
+            if let Some(fate) = batch.fate.get() {
+                return fate.clone();
+            }
+            writer = self.decided.wait(writer).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// Joins the open transaction or begins one. Fails only where none is open.
+fn join(writer: &mut Writer, durability: Durability) -> Result<Arc<Batch>, Error> {
+    if let Some(why) = &writer.broken {
+        return Err(Error::NotBelieved { why: why.clone() });
+    }
+    writer.jobs += 1;
+    if let Some(batch) = &writer.open {
+        return Ok(Arc::clone(batch));
+    }
+    if writer.synchronous != Some(durability) {
+        writer.synchronous = None;
+        let level = match durability {
+            Durability::Full => "FULL",
+            Durability::Lazy => "NORMAL",
+        };
+        writer.conn.pragma_update(None, "synchronous", level).map_err(Error::sql("synchronous"))?;
+        writer.synchronous = Some(durability);
+    }
+    writer.conn.execute_batch("BEGIN IMMEDIATE").map_err(Error::sql("begin"))?;
+    writer.changes_before = writer.conn.total_changes();
+    writer.jobs = 1;
+    let batch = Arc::new(Batch { durability, fate: OnceLock::new() });
+    writer.open = Some(Arc::clone(&batch));
+    Ok(batch)
+}
+
+fn in_savepoint<R>(
+    conn: &mut Connection,
+    job: impl FnOnce(&Connection) -> Result<R, Error>,
+) -> Result<R, Error> {
+    let savepoint = conn.savepoint().map_err(Error::sql("savepoint"))?;
+    let answer = job(&savepoint)?;
+    savepoint.commit().map_err(Error::sql("release savepoint"))?;
+    Ok(answer)
+}
+
+/// Why the store is not believed after this outcome of a job, if it is not.
+fn damage<R>(outcome: &std::thread::Result<Result<R, Error>>) -> Option<String> {
+    let Ok(Err(Error::Sql { op, source })) = outcome else { return None };
+    let damaged = matches!(
+        source.sqlite_error_code(),
+        Some(ErrorCode::SystemIoFailure | ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase)
+    );
+    damaged.then(|| format!("{op}: {source}"))
+}

@@ -115,3 +115,37 @@ impl Rows for Work {
         Ok(mine.take(limit).map(|(_, row)| row.clone()).collect())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::authority::Authority;
+    use crate::authority::conformance::{Fixture, TestClock, run};
+
+    struct Memory {
+        authority: MemoryAuthority,
+        clock: TestClock,
+    }
+
+    impl Fixture for Memory {
+        fn authority(&self) -> &dyn Authority {
+            &self.authority
+        }
+        fn clock(&self) -> &TestClock {
+            &self.clock
+        }
+        fn written(&self) -> Vec<String> {
+            let journals = self.authority.state().journals;
+            journals.into_iter().flat_map(|j| j.entries).map(|d| d.kind).collect()
+        }
+    }
+
+    #[test]
+    fn memory_conforms() {
+        run(&|| {
+            let clock = TestClock::default();
+            let authority = MemoryAuthority::new(State::default(), clock.clock());
+            Box::new(Memory { authority, clock })
+        });
+    }
+}

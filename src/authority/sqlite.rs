@@ -183,3 +183,83 @@ impl Rows for Table<'_> {
         .collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::authority::conformance::{Fixture, TestClock, run};
+    use crate::authority::{Authority, NewWorkspace, no_rider};
+    use crate::store::Paths;
+
+    struct Embedded {
+        store: Arc<Store>,
+        authority: SqliteAuthority,
+        clock: TestClock,
+        dir: tempfile::TempDir,
+    }
+
+    fn embedded() -> Embedded {
+        let (dir, clock) = (tempfile::tempdir().unwrap(), TestClock::default());
+        let store = Arc::new(Store::open(&Paths::under(dir.path()), clock.clock()).unwrap());
+        Embedded { authority: SqliteAuthority::new(Arc::clone(&store)), store, clock, dir }
+    }
+
+    impl Fixture for Embedded {
+        fn authority(&self) -> &dyn Authority {
+            &self.authority
+        }
+        fn clock(&self) -> &TestClock {
+            &self.clock
+        }
+        fn written(&self) -> Vec<String> {
+            let entries = self.store.evidence_since(0, 99).unwrap();
+            entries.into_iter().map(|e| e.draft.kind).collect()
+        }
+    }
+
+    #[test]
+    fn sqlite_conforms() {
+        run(&|| Box::new(embedded()));
+    }
+
+    #[test]
+    fn an_altered_record_is_not_believed_and_the_others_are() {
+        let host = embedded();
+        for id in ["a", "b"] {
+            let new = NewWorkspace {
+                id: id.parse().unwrap(),
+                owner: "ann".parse().unwrap(),
+                contact: String::new(),
+                labels: Default::default(),
+                first: None,
+            };
+            host.authority.create(&new, no_rider()).unwrap().unwrap();
+        }
+        let other = rusqlite::Connection::open(host.dir.path().join("overfence.db")).unwrap();
+        let altered = other
+            .execute(
+                "UPDATE workspaces SET record = replace(record, 'ann', 'eve') WHERE id='a'",
+                [],
+            )
+            .unwrap();
+        assert_eq!(altered, 1);
+        let (a, b): (WorkspaceId, WorkspaceId) = ("a".parse().unwrap(), "b".parse().unwrap());
+        let error = host.authority.get(&a).unwrap_err();
+        assert!(
+            matches!(&error, Error::NotBelieved { why } if why.contains("record a")),
+            "{error}"
+        );
+        assert!(matches!(host.authority.hold(&a, "x"), Err(Error::NotBelieved { .. })));
+        assert!(host.authority.get(&b).unwrap().is_some());
+        assert_eq!(host.authority.list().unwrap().len(), 1);
+        assert_eq!(host.authority.unreadable().unwrap()[0].id, "a");
+        // A genuine record moved to another name is not believed either.
+        other
+            .execute_batch(
+                "DELETE FROM workspaces WHERE id='a';
+                 INSERT INTO workspaces SELECT 'a', record, mac FROM workspaces WHERE id='b'",
+            )
+            .unwrap();
+        assert!(matches!(host.authority.get(&a), Err(Error::NotBelieved { .. })));
+    }
+}

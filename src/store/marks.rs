@@ -227,3 +227,112 @@ impl State {
 fn append_to(path: &Path) -> Result<File, Error> {
     OpenOptions::new().append(true).open(path).map_err(Error::io("open", path))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ws(n: usize) -> WorkspaceId {
+        format!("w{n}").parse().unwrap()
+    }
+
+    fn fresh() -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("high-water");
+        (dir, path)
+    }
+
+    #[test]
+    fn two_hundred_raise_at_once_and_all_are_there_after_a_restart() {
+        let (_dir, path) = fresh();
+        let marks = Marks::open(&path, true).unwrap();
+        std::thread::scope(|scope| {
+            for n in 0..200 {
+                let marks = &marks;
+                scope.spawn(move || {
+                    for generation in [1, 3, 2] {
+                        marks.raise(&ws(n % 50), Generation(generation + n as u64)).unwrap();
+                    }
+                });
+            }
+        });
+        let again = Marks::open(&path, false).unwrap();
+        for n in 0..50 {
+            assert_eq!(again.highest(&ws(n)), Generation(n as u64 + 150 + 3));
+            assert_eq!(again.highest(&ws(n)), marks.highest(&ws(n)));
+        }
+        assert_eq!(again.highest(&ws(99)), Generation::NONE);
+    }
+
+    #[test]
+    fn records_below_their_mark_and_missing_ones_are_found() {
+        let (_dir, path) = fresh();
+        let marks = Marks::open(&path, true).unwrap();
+        for (n, generation) in [(1, 5), (2, 5), (3, 5), (4, 2)] {
+            marks.raise(&ws(n), Generation(generation)).unwrap();
+        }
+        let record = |n, generation| Workspace {
+            generation: Generation(generation),
+            ..Workspace::new(ws(n), "ann".parse().unwrap(), None)
+        };
+        let below = marks.check(&[record(1, 5), record(2, 6), record(3, 4), record(9, 1)]);
+        let expected = |n, seen, found| Below {
+            workspace: ws(n),
+            seen: Generation(seen),
+            found: Generation(found),
+        };
+        assert_eq!(below, [expected(3, 5, 4), expected(4, 2, 0)]);
+    }
+
+    #[test]
+    fn a_torn_end_is_dropped_and_other_damage_is_named() {
+        let (_dir, path) = fresh();
+        let whole = line(&ws(1), Generation(7)) + &line(&ws(2), Generation(8));
+        let torn = &line(&ws(1), Generation(9))[..9];
+        for tail in ["", torn, "\0\0\0", "w1 9\0\0"] {
+            std::fs::write(&path, format!("{whole}{tail}")).unwrap();
+            let marks = Marks::open(&path, false).unwrap();
+            let both = [marks.highest(&ws(1)), marks.highest(&ws(2))];
+            assert_eq!(both, [Generation(7), Generation(8)], "{tail:?}");
+            marks.raise(&ws(1), Generation(10)).unwrap();
+            assert_eq!(Marks::open(&path, false).unwrap().highest(&ws(1)), Generation(10));
+        }
+        for (damaged, number) in [
+            (whole.replacen("w1 7", "w1 6", 1), 1),
+            (whole.replacen("w2 8", "w3 8", 1), 2),
+            (format!("\n{whole}"), 1),
+            (format!("{torn}\n{whole}"), 1),
+        ] {
+            std::fs::write(&path, &damaged).unwrap();
+            let error = Marks::open(&path, false).err().unwrap();
+            assert!(
+                matches!(error, Error::Damaged { line, .. } if line == number),
+                "{damaged:?}: {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_long_file_is_rewritten_and_loses_nothing() {
+        let (_dir, path) = fresh();
+        let marks = Marks::open(&path, true).unwrap();
+        let text: String = (1..=1500).map(|g| line(&ws(1), Generation(g))).collect();
+        std::fs::write(&path, text).unwrap();
+        drop(marks);
+        let marks = Marks::open(&path, false).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), line(&ws(1), Generation(1500)));
+        marks.lock().lines = 5000;
+        marks.raise(&ws(2), Generation(1)).unwrap();
+        marks.raise(&ws(3), Generation(1)).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text.lines().count(), 3, "rewritten while running, then appended to:\n{text}");
+        assert_eq!(Marks::open(&path, false).unwrap().highest(&ws(3)), Generation(1));
+    }
+
+    #[test]
+    fn a_missing_file_is_made_only_at_the_first_start() {
+        let (_dir, path) = fresh();
+        assert!(matches!(Marks::open(&path, false), Err(Error::WitnessMissing { .. })));
+        assert!(!path.exists());
+    }
+}

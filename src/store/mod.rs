@@ -44,3 +44,6 @@ pub use db::{Db, Durability};
 pub use error::Error;
 pub use records::{Tx, Unreadable, unreadable};
 pub use store::{Clock, Paths, Store};
+
+#[cfg(test)]
+mod tests;

@@ -14,7 +14,7 @@ PREFIX ?= /usr/local
 TEST_THREADS ?= 2
 RELEASE := $(or $(CARGO_TARGET_DIR),target)/release/overfence
 
-.PHONY: help demo test bench check fmt clippy deny doc build install
+.PHONY: help demo test bench check fmt clippy doc named-tests deny build install
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,7 +43,7 @@ bench: ## Measure against bare system calls in the same run (root)
 	@packaging/setup.sh run
 	cargo bench --locked --bench '*'
 
-check: fmt clippy doc deny ## Formatting, lints, docs, licences and sources of crates
+check: fmt clippy doc named-tests deny ## Formatting, lints, docs, licences and sources of crates
 
 fmt:
 	cargo fmt --check
@@ -54,9 +54,12 @@ clippy:
 doc:
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --document-private-items
 
+named-tests:
+	.ci/named-tests
+
 deny:
 	@if command -v cargo-deny >/dev/null; then \
-		set -x; cargo deny --log-level error check bans licenses sources; \
+		set -x; cargo deny --log-level error --all-features check bans licenses sources; \
 	else \
 		echo '*** cargo-deny is NOT installed: licences, bans and sources were NOT checked. ***'; \
 		echo '*** Run `cargo install --locked cargo-deny`, or .ci/run, which does it.       ***'; \

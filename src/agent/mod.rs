@@ -1,3 +1,4 @@
 //! (room being built)
 
 pub mod failure;
+pub mod handle;

@@ -14,6 +14,7 @@ pub mod agent;
 pub mod api;
 pub mod authority;
 pub mod cli;
+pub mod config;
 pub mod failpoint;
 pub mod keeper;
 pub mod kernel;

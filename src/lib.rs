@@ -16,6 +16,8 @@ pub mod authority;
 pub mod cli;
 pub mod config;
 pub mod failpoint;
+#[cfg(test)]
+mod golden;
 pub mod keeper;
 pub mod kernel;
 pub mod model;

@@ -1,1 +1,158 @@
-//! (room being built)
+//! Everything that is asked of the kernel, and the only room with `unsafe`.
+//!
+//! Synchronous, without a runtime: descriptors in, descriptors out. A function returns what the
+//! kernel *answered*, with the question in a [`crate::model::facts::Proof`] where a fence rests on
+//! it; nothing here decides what follows. May use `model` (types) and `failpoint`, no other room.
+//!
+//! What this room puts on disk or into kernel file systems:
+//!
+//! ```text
+//! <cgroup root>/.../<session>/          made by `cgroup::Cgroup::create`, removed by rmdir only
+//!     (xattr) trusted.overfence.stamp   why we froze it and under which generation
+//!     (xattr) trusted.overfence.ticket  digest of the ticket that sealed it
+//! <run>/deadlines                       `deadlines::Table`: the agent writes, the keeper reads
+//! <run>/cell                            `ns::make_cell`: a pinned mount namespace (nsfs bind)
+//! <probe directory>/.overfence-probe-*  `overlay::preflight`, `gone::index_probe`, `doctor`:
+//!                                       removed again before they return
+//! ```
+//!
+//! Kernel documents followed: Documentation/filesystems/overlayfs.rst,
+//! Documentation/admin-guide/cgroup-v2.rst, fsopen(2), mount_setattr(2), openat2(2), inotify(7).
+
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+
+pub mod blockers;
+pub mod cgroup;
+pub mod clock;
+pub mod idmap;
+pub mod launch;
+pub mod mountinfo;
+pub mod ns;
+pub mod overlay;
+pub mod walk;
+
+/// What the kernel refused, or what it answered that cannot be worked with.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A call failed; the source says how.
+    #[error("cannot {op} {}", path.display())]
+    Call {
+        /// What was tried, a verb phrase.
+        op: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: Errno,
+    },
+    /// A mount was refused and the kernel said why in words.
+    #[error("cannot {op} {}: kernel log: {log:?}", path.display())]
+    Refused {
+        /// What was tried.
+        op: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The messages on the mount context, often empty on older kernels.
+        log: String,
+        /// The kernel's answer.
+        #[source]
+        source: Errno,
+    },
+    /// Only cgroup v1 is mounted.
+    #[error(
+        "no cgroup v2 hierarchy is mounted on this host; fencing needs its freezer: boot with \
+         systemd.unified_cgroup_hierarchy=1, or mount cgroup2 at /sys/fs/cgroup/unified"
+    )]
+    V1Only,
+    /// The running kernel lacks something.
+    #[error("this kernel does not have {feature}; `overfence doctor` lists what is needed")]
+    TooOld {
+        /// The missing feature.
+        feature: &'static str,
+    },
+    /// Two directories of one overlay lie within each other.
+    #[error(
+        "{} and {} overlap; an overlay needs its layers, upper and work apart from each other",
+        a.display(), b.display()
+    )]
+    Overlap {
+        /// One directory.
+        a: PathBuf,
+        /// The other.
+        b: PathBuf,
+    },
+    /// A directory cannot carry an upper.
+    #[error("{} cannot hold an upper: {reason}", path.display())]
+    BadUpper {
+        /// The directory.
+        path: PathBuf,
+        /// Why, and what to use instead.
+        reason: String,
+    },
+    /// The kernel accepted a mount that is not the one asked for.
+    #[error("the mount at {} is not what was asked for: {reason}", path.display())]
+    WrongMount {
+        /// Where.
+        path: PathBuf,
+        /// What differs.
+        reason: String,
+    },
+    /// A file of ours or of the kernel could not be understood.
+    #[error("{} cannot be understood: {reason}", path.display())]
+    Garbled {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A value does not fit a fixed limit.
+    #[error("{what} does not fit: {reason}")]
+    Limit {
+        /// What was given.
+        what: String,
+        /// The limit it breaks.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// The errno behind this error, if the kernel gave one.
+    pub fn errno(&self) -> Option<Errno> {
+        match self {
+            Self::Call { source, .. } | Self::Refused { source, .. } => Some(*source),
+            _ => None,
+        }
+    }
+}
+
+/// Results of this room.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Adds what was tried, and on what, to an errno.
+pub(crate) trait At<T> {
+    fn at(self, op: &'static str, path: impl AsRef<Path>) -> Result<T>;
+}
+
+impl<T> At<T> for rustix::io::Result<T> {
+    fn at(self, op: &'static str, path: impl AsRef<Path>) -> Result<T> {
+        self.map_err(|source| Error::Call { op, path: path.as_ref().to_owned(), source })
+    }
+}
+
+impl<T> At<T> for std::io::Result<T> {
+    fn at(self, op: &'static str, path: impl AsRef<Path>) -> Result<T> {
+        self.map_err(|e| Error::Call {
+            op,
+            path: path.as_ref().to_owned(),
+            source: Errno::from_io_error(&e).unwrap_or(Errno::IO),
+        })
+    }
+}
+
+/// A path that names what `fd` is open on, for calls that take no descriptor.
+pub(crate) fn proc_path(fd: impl std::os::fd::AsFd) -> PathBuf {
+    use std::os::fd::AsRawFd as _;
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))
+}

@@ -282,6 +282,19 @@ pub enum Disposition {
     NeverOpened,
 }
 
+/// As whom a session's commands run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct RunAs {
+    /// User id, as seen inside.
+    pub uid: u32,
+    /// Group id, as seen inside.
+    pub gid: u32,
+    /// Whether ids are shifted by a user namespace; wanted for uid 0.
+    pub mapped: bool,
+    /// Whether the host's network is shared.
+    pub host_network: bool,
+}
+
 /// One mount session.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Session {
@@ -301,6 +314,10 @@ pub struct Session {
     pub generation: Generation,
     /// Whose life the lease follows.
     pub holder: HolderKind,
+    /// sha256 of the lease token; the token itself is kept nowhere.
+    pub token: Digest,
+    /// As whom its commands run.
+    pub run_as: RunAs,
     /// Time to live of a grant.
     #[serde(rename = "ttl_ms", with = "millis")]
     pub ttl: Duration,

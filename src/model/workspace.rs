@@ -222,8 +222,11 @@ impl Workspace {
     /// Grants a lease with a new generation, or refuses.
     pub fn acquire(&self, wish: &Acquire, now: &BootInstant) -> Ruled<Acquired> {
         self.usable()?;
-        if let Some(live) = self.live_lease(now)
-            && (wish.only_at.is_some() || wish.force.is_none() || live.id == wish.lease)
+        // A readmitted session takes over from itself; everybody else's live lease stands in the
+        // way unless it is taken by force, which a readmission never does.
+        let own = |live: &Lease| wish.only_at.is_some() && live.session == wish.session;
+        let forced = wish.force.is_some() && wish.only_at.is_none();
+        if self.live_lease(now).is_some_and(|live| live.id == wish.lease || !(own(live) || forced))
         {
             return Err(self.refuse(Code::LeaseHeld));
         }

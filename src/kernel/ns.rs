@@ -1,0 +1,130 @@
+//! Mount namespaces, and joining those of a session.
+//!
+//! The *cell* is a pinned mount namespace that never holds a session's overlay. A workload's
+//! namespaces are copied from it, so that sessions neither pin each other nor make each other's
+//! start slower.
+
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use nix::sched::CloneFlags;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::mount::{MountPropagationFlags, UnmountFlags};
+use rustix::process::{Pid, PidfdFlags};
+use rustix::thread::{LinkNameSpaceType, ThreadNameSpaceType};
+
+use super::{At as _, Error, Result, mountinfo, proc_path};
+use crate::failpoint;
+
+/// File-system magic of namespace files.
+const NSFS: u64 = 0x6e73_6673;
+
+/// Gives the calling thread a mount namespace of its own from which nothing propagates, and its own
+/// root and working directory. It ends with the thread, or when the last descriptor of it closes.
+pub fn unshare_mounts_private() -> Result<()> {
+    let flags = CloneFlags::CLONE_NEWNS | CloneFlags::CLONE_FS;
+    nix::sched::unshare(flags)
+        .map_err(|e| Errno::from_raw_os_error(e as i32))
+        .at("copy", "the mount namespace")?;
+    let flags = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+    rustix::mount::mount_change("/", flags).at("make private", "/")
+}
+
+/// Copies the mount namespace without what is mounted below `drop_below`, and pins the copy at
+/// `pin` (a file, made if need be). A cell already pinned there stays as it is.
+pub fn make_cell(pin: &Path, drop_below: &Path) -> Result<OwnedFd> {
+    if let Some(cell) = open_cell(pin)? {
+        return Ok(cell);
+    }
+    let copy = || {
+        unshare_mounts_private()?;
+        for mount in mountinfo::below(mountinfo::read(None)?, drop_below) {
+            if mount.point != drop_below {
+                let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
+                rustix::mount::unmount(&mount.point, flags)
+                    .at("drop from the cell", mount.point)?;
+            }
+        }
+        let own = "/proc/thread-self/ns/mnt";
+        std::fs::File::open(own).map(OwnedFd::from).at("open", own)
+    };
+    let cell = std::thread::scope(|scope| scope.spawn(copy).join()).unwrap_or_else(|_| {
+        Err(Error::Call {
+            op: "finish the thread that makes",
+            path: PathBuf::from("the cell"),
+            source: Errno::CANCELED,
+        })
+    })?;
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::open(pin, flags, Mode::from_raw_mode(0o600)).at("make the pin", pin)?;
+    failpoint::hit("kernel.cell.before");
+    rustix::mount::mount_bind(proc_path(&cell), pin).at("pin the cell at", pin)?;
+    failpoint::hit("kernel.cell.after");
+    Ok(cell)
+}
+
+/// The cell pinned at `pin`, `None` if none is.
+pub fn open_cell(pin: &Path) -> Result<Option<OwnedFd>> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let fd = match rustix::fs::open(pin, flags, Mode::empty()) {
+        Err(Errno::NOENT) => return Ok(None),
+        answer => answer.at("open the cell at", pin)?,
+    };
+    let magic = rustix::fs::fstatfs(&fd).at("statfs", pin)?.f_type as u64;
+    Ok((magic == NSFS).then_some(fd))
+}
+
+/// Takes the pin away; the namespace lives on while something is in it.
+pub fn drop_cell(pin: &Path) -> Result<()> {
+    failpoint::hit("kernel.cell-drop.before");
+    match rustix::mount::unmount(pin, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
+        Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
+        Err(e) => return Err(e).at("unpin the cell at", pin),
+    }
+    failpoint::hit("kernel.cell-drop.after");
+    Ok(())
+}
+
+/// Moves the calling thread into a mount namespace. Other threads stay where they are; the
+/// thread's root and working directory become those of the namespace.
+pub fn enter(ns: BorrowedFd<'_>) -> Result<()> {
+    // setns refuses a thread that shares its root and working directory with others.
+    nix::sched::unshare(CloneFlags::CLONE_FS)
+        .map_err(|e| Errno::from_raw_os_error(e as i32))
+        .at("unshare", "root and working directory")?;
+    rustix::thread::move_into_link_name_space(ns, Some(LinkNameSpaceType::Mount))
+        .at("enter", "a mount namespace")
+}
+
+/// A descriptor of a process, which its pid's reuse does not fool.
+pub fn pidfd(pid: u32) -> Result<OwnedFd> {
+    let what = || PathBuf::from(format!("pid {pid}"));
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    let pid = pid.ok_or(Errno::SRCH).at("open", what())?;
+    rustix::process::pidfd_open(pid, PidfdFlags::empty()).at("open", what())
+}
+
+/// Whether the process of a pidfd has not ended.
+pub fn is_alive(pidfd: &OwnedFd) -> Result<bool> {
+    use rustix::event::PollFlags;
+    super::clock::poll_until(pidfd.as_fd(), PollFlags::IN, Some(crate::model::time::BootNs(0)))
+        .map(|ended| !ended)
+        .at("poll", "a pidfd")
+}
+
+/// Joins all namespaces of a process at once, its user namespace too if that is not the caller's
+/// own. No other thread may exist. The pid namespace takes children, not the caller.
+pub fn join(pidfd: &OwnedFd, user: bool) -> Result<()> {
+    let mut all = ThreadNameSpaceType::MOUNT
+        | ThreadNameSpaceType::PROCESS_ID
+        | ThreadNameSpaceType::INTER_PROCESS_COMMUNICATION
+        | ThreadNameSpaceType::HOST_NAME_AND_NIS_DOMAIN_NAME
+        | ThreadNameSpaceType::NETWORK
+        | ThreadNameSpaceType::CONTROL_GROUP;
+    if user {
+        all |= ThreadNameSpaceType::USER;
+    }
+    rustix::thread::move_into_thread_name_spaces(pidfd.as_fd(), all)
+        .at("join", "the session's namespaces")
+}

@@ -5,8 +5,13 @@
 //! processes are killed through the cgroup, its mounts die with the namespace, and its directory
 //! is removed. Without root nothing runs and the suite says so loudly.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
+
 mod confinement;
 mod host;
+mod main_job;
+mod rig;
+mod upper;
 mod room;
 mod workload;
 
@@ -14,7 +19,12 @@ use host::Test;
 use libtest_mimic::{Arguments, Trial};
 
 fn all() -> Vec<(&'static str, Vec<Test>)> {
-    vec![("confinement", confinement::tests()), ("workload", workload::tests())]
+    vec![
+        ("main_job", main_job::tests()),
+        ("upper", upper::tests()),
+        ("confinement", confinement::tests()),
+        ("workload", workload::tests()),
+    ]
 }
 
 fn main() {

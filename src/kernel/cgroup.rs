@@ -21,6 +21,7 @@ use crate::failpoint;
 use crate::model::facts::{Blocker, Proof};
 use crate::model::head::Digest;
 use crate::model::ids::Generation;
+use crate::model::step::Purpose;
 use crate::model::time::BootNs;
 
 const STAMP: &str = "trusted.overfence.stamp";
@@ -33,17 +34,6 @@ const SPIN: Duration = Duration::from_millis(2);
 const TIGHT: Duration = Duration::from_micros(200);
 /// A notification can fall between two reads; never wait longer than this for one.
 const WAIT: Duration = Duration::from_millis(10);
-
-/// Why we froze a cgroup.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Purpose {
-    /// To capture its upper; thawed by the same generation.
-    Checkpoint,
-    /// To stop a stale writer; thawed only by a readmit.
-    Fence,
-    /// By the keeper, at a deadline that nobody renewed.
-    Deadline,
-}
 
 /// What we write on a cgroup before we freeze it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -290,9 +290,7 @@ impl Effect {
             | Self::Remove
             | Self::ReadWrite
             | Self::Thaw => true,
-            Self::Freeze { .. } | Self::ReadOnly | Self::Capture | Self::Show => {
-                false
-            }
+            Self::Freeze { .. } | Self::ReadOnly | Self::Capture | Self::Show => false,
         }
     }
 

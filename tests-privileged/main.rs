@@ -11,8 +11,8 @@ mod confinement;
 mod host;
 mod main_job;
 mod rig;
-mod upper;
 mod room;
+mod upper;
 mod workload;
 
 use host::Test;

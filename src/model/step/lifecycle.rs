@@ -139,7 +139,13 @@ pub(super) fn resume_close(s: &Session) -> Option<Effect> {
             Some(Effect::Resolve { key: *key, layer: *layer })
         }
         Some(Work::Close { stage: Stage::Ending, .. }) => Some(Effect::Release),
-        Some(Work::Checkpoint { .. } | Work::Resume) | None => None,
+        // A close never thaws.
+        Some(
+            Work::Close { stage: Stage::Thawing { .. }, .. }
+            | Work::Checkpoint { .. }
+            | Work::Resume,
+        )
+        | None => None,
     }
 }
 

@@ -32,6 +32,7 @@ pub mod events;
 pub mod gone;
 pub mod holders;
 pub mod idmap;
+pub mod launch;
 pub mod mountinfo;
 pub mod ns;
 pub mod overlay;

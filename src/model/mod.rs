@@ -1,7 +1,18 @@
 //! Pure types and rules: no clock, no I/O, no randomness but the making of ids. Everything else
 //! in overfence asks this room what is allowed and what follows.
+//!
+//! Two of its functions carry the product: [`workspace::Workspace::publish`], the predicate under
+//! which a head advances, and [`step::step`], the life of a session.
 
+pub mod code;
 pub mod facts;
 pub mod head;
 pub mod ids;
+pub mod journal;
+pub mod lease;
+pub mod session;
+pub mod step;
+pub mod ticket;
 pub mod time;
+pub mod view;
+pub mod workspace;

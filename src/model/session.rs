@@ -1,0 +1,437 @@
+//! One mount session: what is recorded of it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::code::Code;
+use super::facts::{Blocker, Fact, Facts, Holder};
+use super::head::{Digest, HeadAt};
+use super::ids::{
+    BootId, Generation, HostId, LeaseId, Owner, PublicationKey, SessionId, WorkspaceId,
+};
+use super::lease::{Bound, HolderKind};
+use super::time::{BootNs, millis};
+
+/// Where a session stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum State {
+    /// The lease is granted, mount and cgroup are being made.
+    Opening,
+    /// The writer may write.
+    Active,
+    /// Closing by the owner's wish, under its lease.
+    Releasing,
+    /// The lease is lost; `frozen` is not proved yet.
+    Fencing,
+    /// `frozen` is proved; policy has something left to do.
+    Fenced,
+    /// Stopped as far as policy goes; the upper is kept.
+    Preserved,
+    /// On the way to nothing: kill, umount, proof, removal.
+    Deleting,
+    /// Nothing is left on the host but the record.
+    Closed,
+    /// The record or the directory is not believed, or removal failed for good.
+    Quarantined,
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Opening => "OPENING",
+            Self::Active => "ACTIVE",
+            Self::Releasing => "RELEASING",
+            Self::Fencing => "FENCING",
+            Self::Fenced => "FENCED",
+            Self::Preserved => "PRESERVED",
+            Self::Deleting => "DELETING",
+            Self::Closed => "CLOSED",
+            Self::Quarantined => "QUARANTINED",
+        })
+    }
+}
+
+/// Why the lease is lost.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "why", rename_all = "snake_case")]
+pub enum Loss {
+    /// The local deadline passed.
+    Expired {
+        /// Which bound set it.
+        bound: Bound,
+    },
+    /// The deadline passed while it was unknown whether the lease still held.
+    Doubt {
+        /// What raised the doubt.
+        cause: String,
+    },
+    /// Somebody revoked it.
+    Revoked {
+        /// Who.
+        by: String,
+        /// Their reason.
+        reason: String,
+    },
+    /// The authority knows a newer generation, or another lease.
+    Superseded {
+        /// Newest generation.
+        generation: Generation,
+        /// Its owner.
+        owner: Option<Owner>,
+        /// The authority's word.
+        code: Code,
+    },
+    /// `overfence fence`.
+    Operator {
+        /// Who.
+        by: String,
+        /// Their reason.
+        reason: String,
+    },
+    /// The host started again.
+    Reboot,
+    /// The owner closed the session and kept its bytes, or its last publication was refused.
+    Closed {
+        /// What stood in the way of a clean end.
+        reason: String,
+    },
+    /// A readmission could not be completed.
+    ReadmitFailed {
+        /// What failed.
+        reason: String,
+    },
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Expired { bound: Bound::Holder } => {
+                f.write_str("the holder gave no sign of life for one TTL")
+            }
+            Self::Expired { bound: Bound::Grant } => {
+                f.write_str("the lease was not renewed in time")
+            }
+            Self::Expired { bound: Bound::Lifetime } => {
+                f.write_str("the lease reached its longest lifetime")
+            }
+            Self::Doubt { cause } => write!(f, "in doubt until the deadline: {cause}"),
+            Self::Revoked { by, reason } => write!(f, "revoked by {by}: {reason}"),
+            Self::Superseded { generation, owner, code } => write!(
+                f,
+                "superseded by generation {generation} of {} ({code})",
+                owner.as_ref().map_or("nobody", |o| o.as_str())
+            ),
+            Self::Operator { by, reason } => write!(f, "fenced by {by}: {reason}"),
+            Self::Reboot => f.write_str("the host started again"),
+            Self::Closed { reason } => write!(f, "closed: {reason}"),
+            Self::ReadmitFailed { reason } => write!(f, "readmission failed: {reason}"),
+        }
+    }
+}
+
+/// What to do when read-only is refused because a writer still holds a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnBusy {
+    /// Stay frozen and go on trying.
+    #[default]
+    Hold,
+    /// Kill after `kill_after`.
+    Kill,
+}
+
+/// What to do when the freeze is not proved by its deadline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnSlowFreeze {
+    /// Keep `freeze=1` and go on watching.
+    #[default]
+    Wait,
+    /// Kill.
+    Kill,
+}
+
+/// What to do with a session that was fenced only for doubt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AfterDoubt {
+    /// Readmit it if nobody else took the workspace.
+    #[default]
+    ResumeIfUnclaimed,
+    /// Leave it fenced.
+    Hold,
+}
+
+/// The rules a session was opened under.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Policy {
+    /// See [`OnBusy`].
+    pub on_busy: OnBusy,
+    /// From the EBUSY to the kill under `on_busy = kill`.
+    #[serde(rename = "kill_after_ms", with = "millis")]
+    pub kill_after: Duration,
+    /// How long a freeze may take before `on_slow_freeze` acts.
+    #[serde(rename = "freeze_deadline_ms", with = "millis")]
+    pub freeze_deadline: Duration,
+    /// See [`OnSlowFreeze`].
+    pub on_slow_freeze: OnSlowFreeze,
+    /// See [`AfterDoubt`].
+    pub after_doubt: AfterDoubt,
+    /// How long a preserved delta is kept, in witnessed time.
+    #[serde(rename = "grace_ms", with = "millis")]
+    pub grace: Duration,
+    /// The strongest fact a fence goes for by itself.
+    pub fence_to: Fact,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            on_busy: OnBusy::Hold,
+            kill_after: Duration::from_secs(3600),
+            freeze_deadline: Duration::from_millis(500),
+            on_slow_freeze: OnSlowFreeze::Wait,
+            after_doubt: AfterDoubt::ResumeIfUnclaimed,
+            grace: Duration::from_secs(72 * 3600),
+            fence_to: Fact::ReadOnly,
+        }
+    }
+}
+
+/// How a close treats the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CloseMode {
+    /// Publish them first.
+    Checkpoint,
+    /// Keep them as a preserved delta.
+    Keep,
+    /// Throw them away.
+    Discard,
+}
+
+/// What is under way for a session that holds its lease.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "job", rename_all = "snake_case")]
+pub enum Work {
+    /// A checkpoint of a running session.
+    Checkpoint {
+        /// Its publication key.
+        key: PublicationKey,
+        /// How far it is.
+        stage: Stage,
+        /// Somebody thawed the session while its upper was read: the capture is worth nothing.
+        tainted: bool,
+    },
+    /// A close.
+    Close {
+        /// What happens to the bytes.
+        mode: CloseMode,
+        /// Key of its publication, used with [`CloseMode::Checkpoint`].
+        key: PublicationKey,
+        /// How far it is.
+        stage: Stage,
+    },
+    /// A readmitted session is made writable and thawed.
+    Resume,
+}
+
+/// Stages of a checkpoint or close.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// Waiting for `frozen` (checkpoint) or `populated 0` and read-only (close).
+    Stopping,
+    /// The upper is read.
+    Capturing,
+    /// The layer is offered to the authority.
+    Publishing {
+        /// The layer.
+        layer: Digest,
+    },
+    /// The lease is given back.
+    Ending,
+}
+
+/// The owner's decision on a preserved delta, or what takes its place.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "by", rename_all = "snake_case")]
+pub enum Disposition {
+    /// A person gave the bytes up.
+    Discard {
+        /// Who.
+        who: String,
+    },
+    /// The bytes are in a bundle that was read back and verified.
+    Exported {
+        /// Who.
+        who: String,
+        /// Manifest digest of the bundle.
+        bundle: Digest,
+    },
+    /// The grace window is over.
+    Grace,
+    /// Nothing uncommitted was there.
+    Clean,
+    /// The session never opened; nobody could write.
+    NeverOpened,
+}
+
+/// As whom a session's commands run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct RunAs {
+    /// User id, as seen inside.
+    pub uid: u32,
+    /// Group id, as seen inside.
+    pub gid: u32,
+    /// Whether ids are shifted by a user namespace; wanted for uid 0.
+    pub mapped: bool,
+    /// Whether the host's network is shared.
+    pub host_network: bool,
+}
+
+/// One mount session.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Session {
+    /// Its id.
+    pub id: SessionId,
+    /// What it writes.
+    pub workspace: WorkspaceId,
+    /// For whom.
+    pub owner: Owner,
+    /// Where.
+    pub host: HostId,
+    /// The boot in which its mount and cgroup exist.
+    pub boot: BootId,
+    /// Its lease.
+    pub lease: LeaseId,
+    /// Its fencing token.
+    pub generation: Generation,
+    /// Whose life the lease follows.
+    pub holder: HolderKind,
+    /// sha256 of the lease token; the token itself is kept nowhere.
+    pub token: Digest,
+    /// As whom its commands run.
+    pub run_as: RunAs,
+    /// Time to live of a grant.
+    #[serde(rename = "ttl_ms", with = "millis")]
+    pub ttl: Duration,
+    /// The lease's end, however often renewed; CLOCK_BOOTTIME of `boot`.
+    pub ends: BootNs,
+    /// What is mounted.
+    pub base: HeadAt,
+    /// What it last saw committed; the publication predicate uses this.
+    pub expected: HeadAt,
+    /// Its own layer in `expected`, once it published.
+    pub own_layer: Option<Digest>,
+    /// Selectors.
+    pub labels: BTreeMap<String, String>,
+    /// The rules it was opened under.
+    pub policy: Policy,
+    /// Where it stands.
+    pub state: State,
+    /// What is under way.
+    pub work: Option<Work>,
+    /// What the kernel confirmed of its fence.
+    pub facts: Facts,
+    /// Set from the first missed renewal until the next good one.
+    pub doubt: Option<String>,
+    /// Why its lease is lost.
+    pub loss: Option<Loss>,
+    /// Who kept the overlay from becoming read-only, at the last try.
+    pub holders: Vec<Holder>,
+    /// When that first happened.
+    pub busy_since: Option<BootNs>,
+    /// Who did not freeze in time.
+    pub blockers: Vec<Blocker>,
+    /// Publications without a known outcome, and the layer each offered. They are resolved at the
+    /// authority, never sent again under another key (I7).
+    pub unknown: BTreeMap<PublicationKey, Digest>,
+    /// The decision on its bytes.
+    pub disposition: Option<Disposition>,
+    /// Witnessed time since it was preserved.
+    #[serde(rename = "witnessed_ms", with = "millis")]
+    pub witnessed: Duration,
+    /// Kept at least until this much time is witnessed (`preserved keep`).
+    #[serde(rename = "keep_until_ms")]
+    pub keep_until: Option<u64>,
+    /// Tries of the present removal that failed.
+    pub tries: u32,
+    /// The last thing that went wrong, in words.
+    pub trouble: Option<String>,
+}
+
+impl Session {
+    /// Whether the lease may still be renewed for it.
+    pub fn holds_lease(&self) -> bool {
+        match self.state {
+            State::Opening | State::Active | State::Releasing => true,
+            State::Fencing
+            | State::Fenced
+            | State::Preserved
+            | State::Deleting
+            | State::Closed
+            | State::Quarantined => false,
+        }
+    }
+
+    /// Whether new work (`exec`, `begin`, checkpoint) may start (I9).
+    pub fn may_start_work(&self) -> Result<(), Code> {
+        match (self.state, &self.doubt, &self.work) {
+            (State::Active, Some(_), _) => Err(Code::Doubt),
+            (State::Active, None, Some(Work::Resume)) => Err(Code::Busy),
+            (State::Active, None, _) => Ok(()),
+            (State::Fencing | State::Fenced | State::Preserved, ..) => Err(Code::LeaseLost),
+            (
+                State::Opening
+                | State::Releasing
+                | State::Deleting
+                | State::Closed
+                | State::Quarantined,
+                ..,
+            ) => Err(Code::WrongState),
+        }
+    }
+
+    /// Whether the upper's bytes may be removed once the superblock is proved gone (I4).
+    pub fn safe_to_delete(&self) -> bool {
+        self.disposition.is_some() && self.unknown.is_empty()
+    }
+
+    /// The witnessed time at which grace ends.
+    pub fn grace_ends(&self) -> Duration {
+        self.policy.grace.max(Duration::from_millis(self.keep_until.unwrap_or(0)))
+    }
+
+    /// Whether this session, fenced only for doubt, may come back by policy.
+    pub fn resumable_by_policy(&self) -> bool {
+        self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed
+            && matches!(self.loss, Some(Loss::Doubt { .. }))
+            && self.readmittable().is_ok()
+    }
+
+    /// Whether a readmission is possible as far as this session goes.
+    pub fn readmittable(&self) -> Result<(), Code> {
+        match self.state {
+            State::Fenced | State::Preserved => {}
+            State::Fencing => return Err(Code::Busy),
+            State::Opening
+            | State::Active
+            | State::Releasing
+            | State::Deleting
+            | State::Closed
+            | State::Quarantined => return Err(Code::WrongState),
+        }
+        // A killed session has no process to run on, and one of another boot has no mount.
+        if self.facts.has(Fact::Killed) || self.facts.has(Fact::Gone) || self.disposition.is_some()
+        {
+            return Err(Code::WrongState);
+        }
+        Ok(())
+    }
+}

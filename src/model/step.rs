@@ -1,0 +1,434 @@
+//! The state machine: `step(session, event) -> effects`. Pure: no clock, no I/O. The executor
+//! performs the effects and feeds what came back in again as events; the API, the timers, the
+//! watches and the reconciler produce nothing but events.
+//!
+//! ```text
+//! OPENING --> ACTIVE --(lease lost)--> FENCING --> FENCED --> PRESERVED --(disposition)--> DELETING --> CLOSED
+//!    |          | ^ \                                             |                            ^
+//!    |          | |  +--> RELEASING --(committed, clean)----------|----------------------------+
+//!    |          | |           \--(lost)--> FENCING   \--(refused, unknown, keep)--> PRESERVED  |
+//!    |          | +--- readmitted ---------------------+                                       |
+//!    +--(failed open)----------------------------------------------------------------------->--+
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use super::code::Code;
+use super::facts::{Blocker, Fact, Holder, Proof};
+use super::head::{Digest, HeadAt};
+use super::ids::{BootId, Generation, LeaseId, PublicationKey};
+use super::session::{
+    CloseMode, Disposition, Loss, OnBusy, OnSlowFreeze, Session, Stage, State, Work,
+};
+use super::time::BootNs;
+use super::workspace::Refusal;
+
+/// Removal tries after which a session is quarantined instead of tried for ever.
+pub const MAX_TRIES: u32 = 20;
+
+/// Why a freeze is ours; stamped on the cgroup before the freeze.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Purpose {
+    /// For the time of a capture.
+    Checkpoint,
+    /// The lease is lost.
+    Fence,
+    /// The keeper or the deadline timer found the deadline passed.
+    Deadline,
+}
+
+/// What became of a publication.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
+pub enum Published {
+    /// The head moved to this.
+    Committed {
+        /// Version and head made.
+        at: HeadAt,
+    },
+    /// Nothing changed.
+    Refused {
+        /// Why, and the present state.
+        refusal: Refusal,
+    },
+    /// The answer was lost.
+    Unknown {
+        /// What was lost.
+        why: String,
+    },
+}
+
+/// What an agent start found of a session.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Found {
+    /// The present boot.
+    pub boot: BootId,
+    /// Whether the lease holds: the deadline entry lies ahead and the authority agrees.
+    pub lease_good: bool,
+}
+
+/// What happened.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// Mount, cgroup and ticket stand.
+    Opened,
+    /// They could not be made.
+    OpenFailed {
+        /// Why.
+        why: String,
+    },
+    /// The agent started and found this.
+    Recovered(Found),
+    /// A renewal was granted; ends doubt.
+    Renewed,
+    /// A renewal did not succeed; the first of a row raises doubt.
+    RenewalMissed {
+        /// What happened.
+        cause: String,
+    },
+    /// The lease is lost.
+    LeaseLost {
+        /// Why.
+        loss: Loss,
+        /// The authority still holds it as live and must be told.
+        revoke: bool,
+    },
+    /// `frozen` is proved.
+    Frozen {
+        /// The kernel's answer.
+        proof: Proof,
+    },
+    /// `frozen` was not reached in time; `freeze=1` stays.
+    FreezeLate {
+        /// Who does not freeze.
+        blockers: Vec<Blocker>,
+    },
+    /// Somebody else thawed it.
+    ForeignThaw {
+        /// What was read.
+        seen: String,
+    },
+    /// The overlay is read-only and the probe got EROFS.
+    ReadOnly {
+        /// The kernel's answer.
+        proof: Proof,
+    },
+    /// Read-only was refused.
+    Busy {
+        /// The kernel's answer.
+        proof: Proof,
+        /// Who holds it.
+        holders: Vec<Holder>,
+    },
+    /// Somebody made it writable again.
+    ReadOnlyLost {
+        /// What was read.
+        seen: String,
+    },
+    /// The overlay is writable again, on our wish.
+    Writable {
+        /// The kernel's answer.
+        proof: Proof,
+    },
+    /// The session runs again.
+    Thawed {
+        /// The kernel's answer.
+        proof: Proof,
+    },
+    /// `populated 0` after `cgroup.kill`.
+    Killed {
+        /// The kernel's answer.
+        proof: Proof,
+    },
+    /// The superblock died.
+    Gone {
+        /// The kernel's answer.
+        proof: Proof,
+    },
+    /// The directory and the cgroup are removed.
+    Removed {
+        /// Bytes freed.
+        bytes: u64,
+        /// Entries removed.
+        entries: u64,
+    },
+    /// An effect did not succeed; it is tried again at the next tick.
+    Failed {
+        /// Which.
+        what: String,
+        /// The answer.
+        why: String,
+    },
+    /// A checkpoint is asked for.
+    CheckpointAsked {
+        /// Its publication key.
+        key: PublicationKey,
+    },
+    /// A close is asked for.
+    CloseAsked {
+        /// What happens to the bytes.
+        mode: CloseMode,
+        /// Key for its publication.
+        key: PublicationKey,
+    },
+    /// The upper is a layer, fsynced.
+    Captured {
+        /// Its diff id; `None` when the upper is empty.
+        layer: Option<Digest>,
+    },
+    /// The authority answered, or did not.
+    Published {
+        /// Which publication.
+        key: PublicationKey,
+        /// The answer.
+        #[serde(flatten)]
+        outcome: Published,
+    },
+    /// The lease is given back.
+    Released,
+    /// The authority gave a new lease; a person or the doubt policy authorised it.
+    Readmitted {
+        /// The new lease.
+        lease: LeaseId,
+        /// The new fencing token.
+        generation: Generation,
+        /// End of the lease.
+        ends: BootNs,
+        /// Who authorised it.
+        authorised_by: String,
+        /// Why.
+        reason: String,
+    },
+    /// A decision on the bytes.
+    Disposed {
+        /// Which.
+        disposition: Disposition,
+    },
+    /// The bytes are kept at least until this much time is witnessed.
+    Kept {
+        /// Milliseconds of witnessed time since it was preserved.
+        until_ms: u64,
+        /// Who wants it.
+        by: String,
+    },
+    /// A sweep witnessed some time.
+    Witnessed {
+        /// How much, milliseconds.
+        add_ms: u64,
+        /// Whether deletion by grace is allowed now (time since start, breaker, hold).
+        may_delete: bool,
+    },
+    /// Time passed; pending things are tried again.
+    Tick {
+        /// Now.
+        now: BootNs,
+    },
+}
+
+/// What to do. Effects are idempotent: a crash is recovered by doing them again.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "effect", rename_all = "snake_case")]
+pub enum Effect {
+    /// Stamp, `freeze=1`, re-read.
+    Freeze {
+        /// The stamp.
+        purpose: Purpose,
+    },
+    /// Keeper's entry, `freeze=0`, re-read stamp and deadline, freeze again if either speaks
+    /// against it.
+    Thaw,
+    /// Remount the superblock read-only and probe.
+    ReadOnly,
+    /// Remount it writable.
+    ReadWrite,
+    /// End the session's processes.
+    Kill,
+    /// Tell the authority that the lease is over.
+    Revoke {
+        /// Why.
+        reason: String,
+    },
+    /// Upper to layer.
+    Capture,
+    /// Offer the layer to the authority.
+    Publish {
+        /// The key.
+        key: PublicationKey,
+        /// The layer.
+        layer: Digest,
+    },
+    /// Find the commit of a key or bury it.
+    Resolve {
+        /// The key.
+        key: PublicationKey,
+        /// The layer.
+        layer: Digest,
+    },
+    /// Give the lease back.
+    Release,
+    /// Umount and ask the kernel whether the superblock died.
+    ProveGone,
+    /// Remove directory, cgroup and keeper entry.
+    Remove,
+    /// Rewrite ticket and session.json for the workload.
+    Show,
+}
+
+impl Effect {
+    /// Effects whose intent must be durable before they are done (I3). Freezing is reversible
+    /// and comes ahead of its record.
+    pub const fn irreversible(&self) -> bool {
+        match self {
+            Self::Kill
+            | Self::Revoke { .. }
+            | Self::Publish { .. }
+            | Self::Resolve { .. }
+            | Self::Release
+            | Self::ProveGone
+            | Self::Remove
+            | Self::ReadWrite
+            | Self::Thaw => true,
+            Self::Freeze { .. } | Self::ReadOnly | Self::Capture | Self::Show => {
+                false
+            }
+        }
+    }
+
+    /// Its name in failpoints, metrics and messages.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Freeze { .. } => "freeze",
+            Self::Thaw => "thaw",
+            Self::ReadOnly => "read_only",
+            Self::ReadWrite => "read_write",
+            Self::Kill => "kill",
+            Self::Revoke { .. } => "revoke",
+            Self::Capture => "capture",
+            Self::Publish { .. } => "publish",
+            Self::Resolve { .. } => "resolve",
+            Self::Release => "release",
+            Self::ProveGone => "prove_gone",
+            Self::Remove => "remove",
+            Self::Show => "show",
+        }
+    }
+}
+
+/// What a step gave.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Step {
+    /// What to do now, in this order.
+    pub effects: Vec<Effect>,
+    /// The event was a wish that is not allowed now; nothing changed.
+    pub refused: Option<Code>,
+    /// Worth an entry in the evidence. Repetitions are not.
+    pub record: bool,
+}
+
+impl Step {
+    fn go(effects: impl IntoIterator<Item = Effect>) -> Self {
+        Self { effects: effects.into_iter().collect(), refused: None, record: true }
+    }
+    fn quiet(effects: impl IntoIterator<Item = Effect>) -> Self {
+        Self { record: false, ..Self::go(effects) }
+    }
+    fn refuse(code: Code) -> Self {
+        Self { refused: Some(code), record: true, ..Self::default() }
+    }
+    /// Nothing to do; the answer is still evidence.
+    fn note() -> Self {
+        Self::go([])
+    }
+}
+
+const FENCE: Effect = Effect::Freeze { purpose: Purpose::Fence };
+
+/// One step. The session is changed in place; the caller keeps the old one if it needs it.
+pub fn step(s: &mut Session, event: &Event) -> Step {
+    match event {
+        Event::Opened => on_opened(s),
+        Event::OpenFailed { why } => on_open_failed(s, why),
+        Event::Recovered(found) => recover(s, found),
+        Event::Renewed => {
+            if s.doubt.take().is_some() {
+                Step::go([Effect::Show])
+            } else {
+                Step::quiet([])
+            }
+        }
+        Event::RenewalMissed { cause } => on_renewal_missed(s, cause),
+        Event::LeaseLost { loss, revoke } => lose(s, loss.clone(), *revoke),
+        Event::Frozen { proof } => on_frozen(s, proof),
+        Event::FreezeLate { blockers } => on_freeze_late(s, blockers),
+        Event::ForeignThaw { .. } => on_foreign_thaw(s),
+        Event::ReadOnly { proof } => on_read_only(s, proof),
+        Event::Busy { proof, holders } => on_busy(s, proof, holders),
+        Event::ReadOnlyLost { .. } => on_read_only_lost(s),
+        Event::Writable { .. } => on_writable(s),
+        Event::Thawed { .. } => on_thawed(s),
+        Event::Killed { proof } => on_killed(s, proof),
+        Event::Gone { proof } => on_gone(s, proof),
+        Event::Removed { .. } => on_removed(s),
+        Event::Failed { what, why } => on_failed(s, what, why),
+        Event::CheckpointAsked { key } => on_checkpoint_asked(s, *key),
+        Event::CloseAsked { mode, key } => on_close_asked(s, *mode, *key),
+        Event::Captured { layer } => on_captured(s, *layer),
+        Event::Published { key, outcome } => on_published(s, *key, outcome),
+        Event::Released => on_released(s),
+        Event::Readmitted { lease, generation, ends, .. } => {
+            on_readmitted(s, *lease, *generation, *ends)
+        }
+        Event::Disposed { disposition } => on_disposed(s, disposition.clone()),
+        Event::Kept { until_ms, .. } => on_kept(s, *until_ms),
+        Event::Witnessed { add_ms, may_delete } => on_witnessed(s, *add_ms, *may_delete),
+        Event::Tick { now } => on_tick(s, *now),
+    }
+}
+
+mod fence;
+mod hold;
+mod lifecycle;
+mod removal;
+
+use fence::{
+    lose, on_busy, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only, on_read_only_lost,
+    on_tick,
+};
+use hold::{
+    on_captured, on_checkpoint_asked, on_close_asked, on_published, on_readmitted, on_released,
+    on_thawed, on_writable,
+};
+use lifecycle::{on_failed, on_open_failed, on_opened, on_renewal_missed, recover};
+use removal::{on_disposed, on_gone, on_kept, on_killed, on_removed, on_witnessed};
+
+fn begin_deleting(s: &mut Session, why: Disposition) -> Step {
+    s.disposition = Some(why);
+    s.state = State::Deleting;
+    s.work = None;
+    s.tries = 0;
+    Step::go([Effect::Kill])
+}
+
+/// Drops what is under way; a publication whose answer is still out becomes UNKNOWN, so that its
+/// bytes stay until the authority resolved it.
+fn abandon_work(s: &mut Session) {
+    if let Some(
+        Work::Checkpoint { key, stage: Stage::Publishing { layer }, .. }
+        | Work::Close { key, stage: Stage::Publishing { layer }, .. },
+    ) = s.work.take()
+    {
+        s.unknown.insert(key, layer);
+    }
+}
+
+fn resolve_unknown(s: &Session) -> impl Iterator<Item = Effect> {
+    s.unknown.clone().into_iter().map(|(key, layer)| Effect::Resolve { key, layer })
+}
+
+fn preserve(s: &mut Session) -> [Effect; 1] {
+    s.state = State::Preserved;
+    s.work = None;
+    [Effect::Show]
+}

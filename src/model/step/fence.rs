@@ -1,0 +1,246 @@
+//! Losing the lease, and stopping the writer as far as policy goes.
+
+use super::*;
+
+/// The lease is lost. The freeze comes first, ahead of every record and of the authority.
+pub(super) fn lose(s: &mut Session, loss: Loss, revoke: bool) -> Step {
+    match s.state {
+        State::Active | State::Releasing => {
+            s.state = State::Fencing;
+            abandon_work(s);
+            s.doubt = None;
+            let reason = loss.to_string();
+            s.loss = Some(loss);
+            let told = revoke.then_some(Effect::Revoke { reason });
+            Step::go([FENCE].into_iter().chain(told).chain([Effect::Show]))
+        }
+        // Nobody can have written yet: roll the open back instead.
+        State::Opening => {
+            s.loss = Some(loss);
+            begin_deleting(s, Disposition::NeverOpened)
+        }
+        // Lost already; the first reason stays.
+        State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
+    match s.state {
+        State::Active => match &mut s.work {
+            Some(Work::Checkpoint { stage: stage @ Stage::Stopping, .. }) => {
+                *stage = Stage::Capturing;
+                Step::go([Effect::Capture])
+            }
+            // A freeze of ours that its owner no longer needs: a checkpoint was given up.
+            Some(_) | None => Step::quiet([]),
+        },
+        State::Fencing => {
+            s.facts.prove(Fact::Frozen, proof.clone());
+            s.blockers.clear();
+            if s.policy.fence_to == Fact::Frozen {
+                return Step::go(preserve(s));
+            }
+            Step::go([Effect::ReadOnly])
+        }
+        State::Fenced | State::Preserved => {
+            let news = !s.facts.has(Fact::Frozen);
+            s.facts.prove(Fact::Frozen, proof.clone());
+            s.blockers.clear();
+            if !news {
+                return Step::quiet([]);
+            }
+            if s.facts.has(Fact::ReadOnly) || s.policy.fence_to == Fact::Frozen {
+                Step::note()
+            } else {
+                Step::go([Effect::ReadOnly])
+            }
+        }
+        State::Opening
+        | State::Releasing
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_freeze_late(s: &mut Session, blockers: &[Blocker]) -> Step {
+    match s.state {
+        State::Active => match s.work {
+            Some(Work::Checkpoint { stage: Stage::Stopping, .. }) => {
+                s.work = None;
+                s.trouble = Some(
+                    "the checkpoint was given up: the session did not freeze in time".to_owned(),
+                );
+                Step::go([Effect::Thaw])
+            }
+            Some(_) | None => Step::quiet([]),
+        },
+        State::Fencing | State::Fenced | State::Preserved => {
+            let news = s.blockers != blockers;
+            s.blockers = blockers.to_vec();
+            let next = match s.policy.on_slow_freeze {
+                OnSlowFreeze::Kill => Effect::Kill,
+                OnSlowFreeze::Wait => FENCE,
+            };
+            if news { Step::go([next]) } else { Step::quiet([next]) }
+        }
+        State::Opening
+        | State::Releasing
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_foreign_thaw(s: &mut Session) -> Step {
+    match s.state {
+        State::Active => match &mut s.work {
+            Some(Work::Checkpoint { tainted, .. }) => {
+                *tainted = true;
+                Step::note()
+            }
+            Some(_) | None => Step::quiet([]),
+        },
+        State::Fencing | State::Fenced | State::Preserved => {
+            s.facts.drop(Fact::Frozen);
+            Step::go([FENCE])
+        }
+        State::Opening
+        | State::Releasing
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_read_only(s: &mut Session, proof: &Proof) -> Step {
+    match s.state {
+        State::Fencing | State::Fenced | State::Preserved => {
+            s.facts.prove(Fact::ReadOnly, proof.clone());
+            s.holders.clear();
+            s.busy_since = None;
+            settle(s)
+        }
+        State::Releasing => {
+            s.facts.prove(Fact::ReadOnly, proof.clone());
+            s.holders.clear();
+            match &mut s.work {
+                Some(Work::Close { mode: CloseMode::Checkpoint, stage, .. }) => {
+                    *stage = Stage::Capturing;
+                    Step::go([Effect::Capture])
+                }
+                Some(Work::Close { mode: CloseMode::Keep | CloseMode::Discard, stage, .. }) => {
+                    *stage = Stage::Ending;
+                    Step::go([Effect::Release])
+                }
+                Some(Work::Checkpoint { .. } | Work::Resume) | None => Step::note(),
+            }
+        }
+        State::Opening | State::Active | State::Deleting | State::Closed | State::Quarantined => {
+            Step::quiet([])
+        }
+    }
+}
+
+pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Step {
+    match s.state {
+        State::Fencing | State::Fenced | State::Preserved => {
+            let news = s.busy_since.is_none() || s.holders != holders;
+            s.holders = holders.to_vec();
+            s.busy_since.get_or_insert(proof.at);
+            let next = settle(s);
+            Step { record: next.record && news, ..next }
+        }
+        // All processes of the session ended, yet somebody outside holds it: it cannot be
+        // captured as clean, so the bytes are kept.
+        State::Releasing => {
+            s.holders = holders.to_vec();
+            let discard = matches!(s.work, Some(Work::Close { mode: CloseMode::Discard, .. }));
+            if let Some(Work::Close { stage, mode, .. }) = &mut s.work {
+                *stage = Stage::Ending;
+                if !discard {
+                    *mode = CloseMode::Keep;
+                }
+            }
+            s.trouble = Some("the overlay is held for writing from outside the session".to_owned());
+            Step::go([Effect::Release])
+        }
+        State::Opening | State::Active | State::Deleting | State::Closed | State::Quarantined => {
+            Step::quiet([])
+        }
+    }
+}
+
+/// After freeze and read-only gave their answers: is anything left for policy to do?
+fn settle(s: &mut Session) -> Step {
+    let killed = s.facts.has(Fact::Killed);
+    // The close had published everything after the last process ended; only the lease was lost
+    // before it could be given back.
+    if s.disposition == Some(Disposition::Clean) && killed && s.facts.has(Fact::ReadOnly) {
+        return begin_deleting(s, Disposition::Clean);
+    }
+    if s.policy.fence_to == Fact::Killed && !killed {
+        s.state = State::Fenced;
+        return Step::go([Effect::Kill]);
+    }
+    let kill_pending = s.policy.on_busy == OnBusy::Kill && s.busy_since.is_some() && !killed;
+    let next = if kill_pending { State::Fenced } else { State::Preserved };
+    if s.state == next {
+        return Step::note();
+    }
+    s.state = next;
+    Step::go([Effect::Show])
+}
+
+pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
+    match s.state {
+        State::Fenced | State::Preserved => {
+            s.facts.drop(Fact::ReadOnly);
+            Step::go([FENCE, Effect::ReadOnly])
+        }
+        State::Opening
+        | State::Active
+        | State::Releasing
+        | State::Fencing
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+/// Pending things are tried again; nothing here is worth a record until its answer comes.
+pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
+    match s.state {
+        State::Fencing => Step::quiet([FENCE]),
+        State::Fenced | State::Preserved => {
+            let killed = s.facts.has(Fact::Killed);
+            if s.facts.has(Fact::Gone) {
+                return Step::quiet(resolve_unknown(s));
+            }
+            if !killed && !s.facts.has(Fact::Frozen) {
+                return Step::quiet([FENCE]);
+            }
+            let due = s.busy_since.is_some_and(|t| now.since(t) >= s.policy.kill_after);
+            if s.policy.on_busy == OnBusy::Kill && due && !killed {
+                return Step::go([Effect::Kill]);
+            }
+            let wants_ro = s.policy.fence_to != Fact::Frozen && !s.facts.has(Fact::ReadOnly);
+            Step::quiet(resolve_unknown(s).chain(wants_ro.then_some(Effect::ReadOnly)))
+        }
+        State::Deleting => Step::quiet([super::removal::next_removal(s)]),
+        State::Releasing => match s.work {
+            // A failed stage of a close is done again.
+            Some(Work::Close { .. }) if s.trouble.is_some() => {
+                Step::quiet(super::lifecycle::resume_close(s))
+            }
+            Some(_) | None => Step::quiet([]),
+        },
+        State::Active => Step::quiet(resolve_unknown(s)),
+        State::Opening | State::Closed | State::Quarantined => Step::quiet([]),
+    }
+}

@@ -1,0 +1,281 @@
+//! A session that holds its lease: checkpoint, close, readmission.
+
+use super::*;
+
+pub(super) fn on_checkpoint_asked(s: &mut Session, key: PublicationKey) -> Step {
+    if let Err(code) = s.may_start_work() {
+        return Step::refuse(code);
+    }
+    if s.work.is_some() {
+        return Step::refuse(Code::Busy);
+    }
+    s.work = Some(Work::Checkpoint { key, stage: Stage::Stopping, tainted: false });
+    s.trouble = None;
+    Step::go([Effect::Freeze { purpose: Purpose::Checkpoint }])
+}
+
+pub(super) fn on_close_asked(s: &mut Session, mode: CloseMode, key: PublicationKey) -> Step {
+    match s.state {
+        State::Active => {}
+        State::Fencing | State::Fenced | State::Preserved => return Step::refuse(Code::LeaseLost),
+        State::Releasing => return Step::refuse(Code::Busy),
+        State::Opening | State::Deleting | State::Closed | State::Quarantined => {
+            return Step::refuse(Code::WrongState);
+        }
+    }
+    if s.work.is_some() {
+        return Step::refuse(Code::Busy);
+    }
+    if s.doubt.is_some() && mode == CloseMode::Checkpoint {
+        return Step::refuse(Code::Doubt);
+    }
+    s.state = State::Releasing;
+    s.trouble = None;
+    s.work = Some(Work::Close { mode, key, stage: Stage::Stopping });
+    Step::go([Effect::Kill])
+}
+
+pub(super) fn on_captured(s: &mut Session, layer: Option<Digest>) -> Step {
+    // The top layer of the expected head is replaced by this one, so "nothing changed" means the
+    // same layer as before, or an empty upper that never published.
+    let unchanged = layer == s.own_layer;
+    match s.state {
+        State::Active => match s.work.clone() {
+            Some(Work::Checkpoint { tainted: true, .. }) => {
+                s.work = None;
+                s.trouble = Some(
+                    "the checkpoint was given up: the session was thawed by somebody else"
+                        .to_owned(),
+                );
+                Step::go([Effect::Thaw])
+            }
+            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) => match layer {
+                Some(layer) if !unchanged => {
+                    let stage = Stage::Publishing { layer };
+                    s.work = Some(Work::Checkpoint { key, stage, tainted: false });
+                    Step::go([Effect::Thaw, Effect::Publish { key, layer }])
+                }
+                Some(_) | None => {
+                    s.work = None;
+                    Step::go([Effect::Thaw])
+                }
+            },
+            Some(Work::Checkpoint { .. } | Work::Close { .. } | Work::Resume) | None => {
+                Step::quiet([])
+            }
+        },
+        State::Releasing => match s.work.clone() {
+            Some(Work::Close { mode, key, stage: Stage::Capturing }) => match layer {
+                Some(layer) if !unchanged => {
+                    s.work = Some(Work::Close { mode, key, stage: Stage::Publishing { layer } });
+                    Step::go([Effect::Publish { key, layer }])
+                }
+                Some(_) | None => {
+                    s.disposition = Some(Disposition::Clean);
+                    s.work = Some(Work::Close { mode, key, stage: Stage::Ending });
+                    Step::go([Effect::Release])
+                }
+            },
+            Some(Work::Close { .. } | Work::Checkpoint { .. } | Work::Resume) | None => {
+                Step::quiet([])
+            }
+        },
+        // The lease was lost meanwhile: a capture changes nothing.
+        State::Opening
+        | State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Published) -> Step {
+    let offered = match s.work {
+        Some(
+            Work::Checkpoint { key: k, stage: Stage::Publishing { layer }, .. }
+            | Work::Close { key: k, stage: Stage::Publishing { layer }, .. },
+        ) if k == key => Some(layer),
+        Some(_) | None => None,
+    };
+    match outcome {
+        // What the authority committed is committed, whatever became of the session meanwhile.
+        Published::Committed { at } if at.version <= s.expected.version => {
+            s.unknown.remove(&key);
+        }
+        Published::Committed { at } => {
+            s.own_layer = at.head.0.last().copied();
+            s.expected = at.clone();
+            s.unknown.remove(&key);
+        }
+        Published::Refused { .. } => {
+            s.unknown.remove(&key);
+        }
+        Published::Unknown { .. } => s.unknown.extend(offered.map(|layer| (key, layer))),
+    }
+    if offered.is_none() {
+        return Step::note();
+    }
+    match s.state {
+        State::Active => {
+            s.work = None;
+            match outcome {
+                Published::Committed { .. } => Step::note(),
+                Published::Unknown { why } => {
+                    s.trouble = Some(format!("a publication has no known outcome: {why}"));
+                    Step::note()
+                }
+                Published::Refused { refusal } => match lost_by(refusal) {
+                    Some(loss) => lose(s, loss, false),
+                    None => {
+                        s.trouble = Some(refusal.to_string());
+                        Step::note()
+                    }
+                },
+            }
+        }
+        State::Releasing => {
+            let Some(Work::Close { stage, mode, .. }) = &mut s.work else { return Step::note() };
+            *stage = Stage::Ending;
+            match outcome {
+                Published::Committed { .. } => s.disposition = Some(Disposition::Clean),
+                Published::Refused { refusal } => {
+                    *mode = CloseMode::Keep;
+                    s.trouble = Some(refusal.to_string());
+                }
+                Published::Unknown { why } => {
+                    *mode = CloseMode::Keep;
+                    s.trouble = Some(format!("the publication has no known outcome: {why}"));
+                }
+            }
+            Step::go([Effect::Release])
+        }
+        State::Opening
+        | State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::note(),
+    }
+}
+
+/// Which refusals mean that the lease is lost.
+pub(super) fn lost_by(refusal: &Refusal) -> Option<Loss> {
+    let (generation, owner) = refusal
+        .current
+        .as_ref()
+        .map_or((Generation::NONE, None), |c| (c.generation, c.owner.clone()));
+    let code = refusal.code;
+    let lost = matches!(
+        code,
+        Code::StaleGeneration
+            | Code::LeaseMismatch
+            | Code::LeaseExpired
+            | Code::LeaseRevoked
+            | Code::LeaseReleased
+            | Code::SessionMismatch
+            | Code::WorkspaceHeld
+            | Code::UnknownWorkspace
+    );
+    lost.then_some(Loss::Superseded { generation, owner, code })
+}
+
+pub(super) fn on_released(s: &mut Session) -> Step {
+    match s.state {
+        State::Releasing => match (&s.disposition, &s.work) {
+            (Some(Disposition::Clean), _) => begin_deleting(s, Disposition::Clean),
+            (_, Some(Work::Close { mode: CloseMode::Discard, .. })) => {
+                let who = s.owner.to_string();
+                begin_deleting(s, Disposition::Discard { who })
+            }
+            (_, _) => {
+                let reason =
+                    s.trouble.clone().unwrap_or_else(|| "kept on the owner's wish".to_owned());
+                s.loss = Some(Loss::Closed { reason });
+                Step::go(preserve(s))
+            }
+        },
+        State::Opening
+        | State::Active
+        | State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::note(),
+    }
+}
+
+/// A new lease for a fenced session: it is made writable first, thawed last.
+pub(super) fn on_readmitted(
+    s: &mut Session,
+    lease: LeaseId,
+    generation: Generation,
+    ends: BootNs,
+) -> Step {
+    if let Err(code) = s.readmittable() {
+        return Step::refuse(code);
+    }
+    if generation <= s.generation {
+        return Step::refuse(Code::StaleGeneration);
+    }
+    s.lease = lease;
+    s.generation = generation;
+    s.ends = ends;
+    s.state = State::Active;
+    s.work = Some(Work::Resume);
+    s.loss = None;
+    s.doubt = None;
+    s.trouble = None;
+    s.busy_since = None;
+    s.holders.clear();
+    s.witnessed = std::time::Duration::ZERO;
+    s.keep_until = None;
+    s.facts = super::super::facts::Facts::default();
+    Step::go([Effect::ReadWrite])
+}
+
+pub(super) fn on_writable(s: &mut Session) -> Step {
+    match (s.state, &s.work) {
+        (State::Active, Some(Work::Resume)) => Step::go([Effect::Show, Effect::Thaw]),
+        (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => {
+            Step::quiet([])
+        }
+        (
+            State::Opening
+            | State::Releasing
+            | State::Fencing
+            | State::Fenced
+            | State::Preserved
+            | State::Deleting
+            | State::Closed
+            | State::Quarantined,
+            _,
+        ) => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_thawed(s: &mut Session) -> Step {
+    match (s.state, &s.work) {
+        (State::Active, Some(Work::Resume)) => {
+            s.work = None;
+            Step::note()
+        }
+        (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => Step::note(),
+        // The lease was lost while the thaw was under way.
+        (State::Fencing | State::Fenced | State::Preserved, _) => {
+            s.facts.drop(Fact::Frozen);
+            Step::go([FENCE])
+        }
+        (
+            State::Opening
+            | State::Releasing
+            | State::Deleting
+            | State::Closed
+            | State::Quarantined,
+            _,
+        ) => Step::quiet([]),
+    }
+}

@@ -1,0 +1,186 @@
+//! Opening, doubt, failures, and what an agent start does with what it finds.
+
+use super::removal::next_removal;
+use super::*;
+
+pub(super) fn on_opened(s: &mut Session) -> Step {
+    match s.state {
+        State::Opening => {
+            s.state = State::Active;
+            Step::go([Effect::Show])
+        }
+        State::Active
+        | State::Releasing
+        | State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_open_failed(s: &mut Session, why: &str) -> Step {
+    match s.state {
+        State::Opening => {
+            s.trouble = Some(why.to_owned());
+            let mut step = begin_deleting(s, Disposition::NeverOpened);
+            step.effects.insert(0, Effect::Release);
+            step
+        }
+        State::Active
+        | State::Releasing
+        | State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_renewal_missed(s: &mut Session, cause: &str) -> Step {
+    match s.state {
+        State::Active | State::Releasing => {
+            let first = s.doubt.is_none();
+            s.doubt = Some(cause.to_owned());
+            if first { Step::go([Effect::Show]) } else { Step::quiet([]) }
+        }
+        State::Opening
+        | State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+/// An effect gave no result. It is tried again at the next tick; a removal not for ever.
+pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
+    let text = format!("{what}: {why}");
+    let news = s.trouble.as_deref() != Some(text.as_str());
+    s.trouble = Some(text);
+    match s.state {
+        State::Deleting => {
+            s.tries += 1;
+            if s.tries >= MAX_TRIES {
+                s.state = State::Quarantined;
+                return Step::note();
+            }
+        }
+        State::Active => match s.work {
+            Some(Work::Checkpoint { .. }) => {
+                s.work = None;
+                return Step::go([Effect::Thaw]);
+            }
+            Some(Work::Resume) => {
+                let reason = s.trouble.clone().unwrap_or_default();
+                return lose(s, Loss::ReadmitFailed { reason }, true);
+            }
+            Some(Work::Close { .. }) | None => {}
+        },
+        State::Opening
+        | State::Releasing
+        | State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Closed
+        | State::Quarantined => {}
+    }
+    Step { record: news, ..Step::default() }
+}
+
+/// What a restarted agent does: pending effects are done again, a lease that does not hold is a
+/// lost lease, and a reboot ended every process and mount there was.
+pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
+    if found.boot != s.boot {
+        return after_reboot(s, found);
+    }
+    match s.state {
+        State::Opening => on_open_failed(s, "the agent stopped while the session was opening"),
+        State::Active | State::Releasing if !found.lease_good => {
+            lose(s, Loss::Doubt { cause: "the agent was away past the deadline".to_owned() }, false)
+        }
+        State::Active => match s.work.clone() {
+            Some(Work::Checkpoint { key, stage: Stage::Publishing { layer }, .. }) => {
+                Step::go([Effect::Thaw, Effect::Resolve { key, layer }])
+            }
+            Some(Work::Checkpoint { .. }) => {
+                s.work = None;
+                Step::go([Effect::Thaw, Effect::Show])
+            }
+            Some(Work::Resume) => Step::go([Effect::ReadWrite]),
+            // Thawing is a question to the stamp: a running session is left as it is.
+            Some(Work::Close { .. }) | None => Step::quiet([Effect::Thaw, Effect::Show]),
+        },
+        State::Releasing => Step::go(resume_close(s)),
+        State::Fencing => Step::go([FENCE]),
+        State::Fenced | State::Preserved => {
+            if s.facts.has(Fact::Killed) {
+                Step::quiet([])
+            } else {
+                Step::go([FENCE])
+            }
+        }
+        State::Deleting => Step::go([next_removal(s)]),
+        State::Closed | State::Quarantined => Step::quiet([]),
+    }
+}
+
+/// The stage of a close that is to be done again.
+pub(super) fn resume_close(s: &Session) -> Option<Effect> {
+    match &s.work {
+        Some(Work::Close { stage: Stage::Stopping, .. }) if s.facts.has(Fact::Killed) => {
+            Some(Effect::ReadOnly)
+        }
+        Some(Work::Close { stage: Stage::Stopping, .. }) => Some(Effect::Kill),
+        Some(Work::Close { stage: Stage::Capturing, .. }) => Some(Effect::Capture),
+        Some(Work::Close { key, stage: Stage::Publishing { layer }, .. }) => {
+            Some(Effect::Resolve { key: *key, layer: *layer })
+        }
+        Some(Work::Close { stage: Stage::Ending, .. }) => Some(Effect::Release),
+        Some(Work::Checkpoint { .. } | Work::Resume) | None => None,
+    }
+}
+
+/// No process and no mount survives a reboot: that is the strongest proof there is.
+fn after_reboot(s: &mut Session, found: &Found) -> Step {
+    let proof = Proof {
+        asked: "boot id".to_owned(),
+        answer: format!("{} (the session's was {})", found.boot, s.boot),
+        at: BootNs(0),
+        took_us: 0,
+    };
+    let gone = |s: &mut Session| {
+        for fact in [Fact::Frozen, Fact::ReadOnly, Fact::Killed, Fact::Gone] {
+            s.facts.prove(fact, proof.clone());
+        }
+    };
+    match s.state {
+        State::Opening => {
+            gone(s);
+            on_open_failed(s, "the host started again while the session was opening")
+        }
+        State::Active | State::Releasing => {
+            let reason = Loss::Reboot.to_string();
+            gone(s);
+            s.loss = Some(Loss::Reboot);
+            s.doubt = None;
+            s.state = State::Preserved;
+            abandon_work(s);
+            let pending: Vec<_> = resolve_unknown(s).collect();
+            Step::go(pending.into_iter().chain([Effect::Revoke { reason }]))
+        }
+        State::Fencing | State::Fenced | State::Preserved => {
+            gone(s);
+            s.state = State::Preserved;
+            Step::note()
+        }
+        State::Deleting => {
+            gone(s);
+            Step::go([next_removal(s)])
+        }
+        State::Closed | State::Quarantined => Step::quiet([]),
+    }
+}

@@ -1,0 +1,127 @@
+//! From a decision to nothing: kill, umount, proof, removal.
+
+use std::time::Duration;
+
+use super::*;
+
+pub(super) fn on_killed(s: &mut Session, proof: &Proof) -> Step {
+    match s.state {
+        State::Releasing => {
+            s.facts.prove(Fact::Killed, proof.clone());
+            Step::go([Effect::ReadOnly])
+        }
+        State::Fencing | State::Fenced | State::Preserved => {
+            s.facts.prove(Fact::Killed, proof.clone());
+            // Nothing is left that could be thawed.
+            s.facts.prove(Fact::Frozen, proof.clone());
+            s.blockers.clear();
+            if s.state == State::Fencing {
+                s.state = State::Fenced;
+            }
+            Step::go([Effect::ReadOnly])
+        }
+        State::Deleting => {
+            s.facts.prove(Fact::Killed, proof.clone());
+            Step::go([Effect::ProveGone])
+        }
+        State::Opening | State::Active | State::Closed | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_gone(s: &mut Session, proof: &Proof) -> Step {
+    match s.state {
+        State::Deleting => {
+            s.facts.prove(Fact::Gone, proof.clone());
+            s.tries = 0;
+            Step::go([next_removal(s)])
+        }
+        State::Fencing | State::Fenced | State::Preserved => {
+            s.facts.prove(Fact::Gone, proof.clone());
+            Step::note()
+        }
+        State::Opening | State::Active | State::Releasing | State::Closed | State::Quarantined => {
+            Step::quiet([])
+        }
+    }
+}
+
+/// The next step of a removal, from what is proved.
+pub(super) fn next_removal(s: &Session) -> Effect {
+    if !s.facts.has(Fact::Killed) {
+        Effect::Kill
+    } else if !s.facts.has(Fact::Gone) || !s.safe_to_delete() {
+        Effect::ProveGone
+    } else {
+        Effect::Remove
+    }
+}
+
+pub(super) fn on_removed(s: &mut Session) -> Step {
+    match s.state {
+        State::Deleting => {
+            s.state = State::Closed;
+            s.trouble = None;
+            Step::note()
+        }
+        State::Opening
+        | State::Active
+        | State::Releasing
+        | State::Fencing
+        | State::Fenced
+        | State::Preserved
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}
+
+pub(super) fn on_disposed(s: &mut Session, disposition: Disposition) -> Step {
+    match s.state {
+        State::Fenced | State::Preserved => {
+            if !s.unknown.is_empty() {
+                return Step::refuse(Code::UnknownPublication);
+            }
+            begin_deleting(s, disposition)
+        }
+        State::Deleting | State::Closed => Step::refuse(Code::WrongState),
+        State::Opening | State::Active | State::Releasing | State::Fencing | State::Quarantined => {
+            Step::refuse(Code::WrongState)
+        }
+    }
+}
+
+pub(super) fn on_kept(s: &mut Session, until_ms: u64) -> Step {
+    match s.state {
+        State::Fencing | State::Fenced | State::Preserved => {
+            s.keep_until = Some(until_ms);
+            Step::note()
+        }
+        State::Opening
+        | State::Active
+        | State::Releasing
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::refuse(Code::WrongState),
+    }
+}
+
+/// Only time that a sweep witnessed counts towards the end of grace.
+pub(super) fn on_witnessed(s: &mut Session, add_ms: u64, may_delete: bool) -> Step {
+    match s.state {
+        State::Preserved => {
+            s.witnessed = s.witnessed.saturating_add(Duration::from_millis(add_ms));
+            let over = s.witnessed >= s.grace_ends();
+            if over && may_delete && s.unknown.is_empty() {
+                return begin_deleting(s, Disposition::Grace);
+            }
+            Step::quiet([])
+        }
+        State::Opening
+        | State::Active
+        | State::Releasing
+        | State::Fencing
+        | State::Fenced
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => Step::quiet([]),
+    }
+}

@@ -1,0 +1,389 @@
+//! Captures an upper, or a plain directory, as one OCI layer in the layer store.
+//!
+//! Canonical: the same upper gives the same diff id (sha256 of the uncompressed tar), whenever and
+//! wherever it is captured. Entries come in byte order, parents before children, a directory before
+//! its opaque marker; of a file with several names the first carries the bytes and the others link
+//! to it. The top directory itself is an entry (`./`), since the merged top has its mode and owner.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, BufWriter, Read as _, Write};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FileType, SeekFrom};
+use rustix::io::Errno;
+use sha2::{Digest as _, Sha256};
+
+use super::changes::{Change, Changes, Format, Kind};
+use super::store::{LayerInfo, LayerStore};
+use super::tarfmt::{self, MAX_PATH, Meta, OPAQUE, WHITEOUT, Writer};
+use super::{At as _, Error, Result, Shown, path_of};
+use crate::kernel::walk::{Info, stat_fd};
+use crate::model::head::Digest;
+
+/// zstd's own default: about 400 MB/s, and a third of the size for source trees.
+const LEVEL: i32 = 3;
+
+/// What is captured.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'fd> {
+    /// An overlay upper, its marks read in this format.
+    Upper(BorrowedFd<'fd>, Format),
+    /// A plain directory that becomes a first layer; overlay marks in it are refused.
+    Directory(BorrowedFd<'fd>),
+}
+
+/// Whether the writers are stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Writers {
+    /// They may run: a file that changes while it is read fails the capture.
+    Running,
+    /// They are frozen: the kernel may still finish a write that had begun; such files are counted.
+    Frozen,
+}
+
+/// A layer that is in the store, durable, and how it came there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Captured {
+    /// Digest of the uncompressed tar: the layer's name in heads.
+    pub diff_id: Digest,
+    /// Digest of the compressed file.
+    pub blob_digest: Digest,
+    /// Bytes of the uncompressed tar.
+    pub size_uncompressed: u64,
+    /// Bytes of the compressed file.
+    pub size_compressed: u64,
+    /// Entries in the tar, whiteouts and opaque markers among them.
+    pub entries: u64,
+    /// Sockets left out: a layer cannot carry them.
+    pub skipped_sockets: u64,
+    /// Files that changed while they were read, with the writers frozen.
+    pub changed: u64,
+    /// How long it took.
+    pub took: Duration,
+}
+
+/// Captures `source` into `store`. When it returns, the layer is durable.
+pub fn capture(source: Source<'_>, writers: Writers, store: &LayerStore) -> Result<Captured> {
+    let begun = Instant::now();
+    let (changes, plain) = match source {
+        Source::Upper(fd, format) => (Changes::new(fd, format)?, false),
+        Source::Directory(fd) => (Changes::new(fd, Format::Trusted)?, true),
+    };
+    let mut tally = Tally::default();
+    let info = store.add(|file| {
+        let mut sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
+        let mut pack = Pack { out: Writer::new(&mut sink), plain, writers, tally: &mut tally };
+        pack.all(changes)?;
+        pack.out.finish().at("write", path_of(b"the layer"))?;
+        sink.finish(tally.entries).at("write", path_of(b"the layer"))
+    })?;
+    Ok(Captured {
+        diff_id: info.diff_id,
+        blob_digest: info.blob_digest,
+        size_uncompressed: info.size_uncompressed,
+        size_compressed: info.size_compressed,
+        entries: info.entries,
+        skipped_sockets: tally.sockets,
+        changed: tally.changed,
+        took: begun.elapsed(),
+    })
+}
+
+#[derive(Default)]
+struct Tally {
+    entries: u64,
+    sockets: u64,
+    changed: u64,
+}
+
+struct Pack<'t, W: Write> {
+    out: Writer<W>,
+    plain: bool,
+    writers: Writers,
+    tally: &'t mut Tally,
+}
+
+impl<W: Write> Pack<'_, W> {
+    fn all(&mut self, mut changes: Changes) -> Result<()> {
+        // First name of each file with several, by device and inode.
+        let mut linked = HashMap::<(u64, u64), Vec<u8>>::new();
+        while let Some(change) = changes.next().transpose()? {
+            self.check(&change)?;
+            let info = &change.info;
+            let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
+            let kind = match &change.kind {
+                Kind::Whiteout => {
+                    self.mark(&prefixed(&change.path, WHITEOUT))?;
+                    continue;
+                }
+                Kind::Socket => {
+                    self.tally.sockets += 1;
+                    continue;
+                }
+                Kind::Directory { .. } => tarfmt::Kind::Directory,
+                Kind::File => tarfmt::Kind::File { size: info.size },
+                Kind::Symlink(target) => tarfmt::Kind::Symlink { target: target.clone() },
+                Kind::Fifo => tarfmt::Kind::Fifo,
+                Kind::Device if info.kind == FileType::BlockDevice => {
+                    tarfmt::Kind::BlockDevice { major, minor }
+                }
+                Kind::Device => tarfmt::Kind::CharDevice { major, minor },
+            };
+            let meta = meta_of(&change);
+            if info.nlink > 1 && kind != tarfmt::Kind::Directory {
+                if let Some(first) = linked.get(&(info.dev, info.ino)) {
+                    let link = tarfmt::Kind::HardLink { target: first.clone() };
+                    // All names of a file have one mode, owner, time and set of attributes.
+                    self.entry(&change.path, &link, &Meta { xattrs: Default::default(), ..meta })?;
+                    continue;
+                }
+                linked.insert((info.dev, info.ino), change.path.clone());
+            }
+            match kind {
+                tarfmt::Kind::File { .. } => {
+                    let name = path_of(change.name()).as_os_str();
+                    let file = changes.here().open_file(name)?;
+                    self.file(&change, file, &meta)?;
+                }
+                other => self.entry(&change.path, &other, &meta)?,
+            }
+            if change.kind == (Kind::Directory { opaque: true }) {
+                let mut marker = change.path.clone();
+                if !marker.is_empty() {
+                    marker.push(b'/');
+                }
+                marker.extend(OPAQUE);
+                self.mark(&marker)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self, change: &Change) -> Result<()> {
+        let refuse = |why: &str| {
+            Err(Error::NotPortable { path: Shown::bytes(&change.path), why: why.to_owned() })
+        };
+        if change.name().starts_with(WHITEOUT) {
+            return refuse("names that start with `.wh.` mean deletions in a layer; rename it");
+        }
+        if change.path.len() + WHITEOUT.len() > MAX_PATH {
+            return refuse("its path is longer than 64 KiB; move it up");
+        }
+        let marked = matches!(change.kind, Kind::Whiteout | Kind::Directory { opaque: true });
+        if self.plain && marked {
+            return refuse(
+                "it is an overlay whiteout or opaque directory, so this is an upper and no plain \
+                 directory; capture what the overlay shows instead",
+            );
+        }
+        Ok(())
+    }
+
+    fn entry(&mut self, path: &[u8], kind: &tarfmt::Kind, meta: &Meta) -> Result<()> {
+        self.tally.entries += 1;
+        self.out.entry(path, kind, meta).at("write", path_of(b"the layer"))
+    }
+
+    /// A whiteout or an opaque marker: an empty file that says nothing but its name.
+    fn mark(&mut self, path: &[u8]) -> Result<()> {
+        self.entry(path, &tarfmt::Kind::File { size: 0 }, &Meta::default())
+    }
+
+    fn file(&mut self, change: &Change, file: OwnedFd, meta: &Meta) -> Result<()> {
+        let file = File::from(file);
+        let path = path_of(&change.path);
+        let before = stat_fd(&file).at("stat", path)?;
+        let size = change.info.size;
+        self.entry(&change.path, &tarfmt::Kind::File { size }, meta)?;
+        let whole = copy_sparse(&file, size, &mut self.out).at("copy into the layer", path)?;
+        self.out.pad().at("write", path_of(b"the layer"))?;
+        let after = stat_fd(&file).at("stat", path)?;
+        if !whole || before.ino != change.info.ino || before.dev != change.info.dev {
+            return Err(Error::Changed { path: Shown::from(path) });
+        }
+        if stamp(&change.info) != stamp(&after) {
+            match self.writers {
+                Writers::Running => return Err(Error::Changed { path: Shown::from(path) }),
+                Writers::Frozen => self.tally.changed += 1,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What changes when a file's bytes do.
+fn stamp(info: &Info) -> (u64, i64, u32, i64, u32) {
+    (info.size, info.mtime_s, info.mtime_ns, info.ctime_s, info.ctime_ns)
+}
+
+pub(super) fn meta_of(change: &Change) -> Meta {
+    let info = &change.info;
+    Meta {
+        mode: info.mode,
+        uid: info.uid,
+        gid: info.gid,
+        mtime_s: info.mtime_s,
+        mtime_ns: info.mtime_ns,
+        xattrs: change.xattrs.clone(),
+    }
+}
+
+/// The path with a prefix before its last component.
+fn prefixed(path: &[u8], prefix: &[u8]) -> Vec<u8> {
+    let name = path.iter().rposition(|b| *b == b'/').map_or(0, |at| at + 1);
+    [&path[..name], prefix, &path[name..]].concat()
+}
+
+/// Writes `size` bytes of a file; holes are written as zeros without being read. False if the file
+/// has become shorter.
+fn copy_sparse(file: &File, size: u64, out: &mut impl Write) -> io::Result<bool> {
+    let mut at = 0;
+    while at < size {
+        let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => data.min(size),
+            Err(Errno::NXIO) => size,
+            // A file system without holes: everything is data.
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
+            Err(e) => return Err(e.into()),
+        };
+        io::copy(&mut io::repeat(0).take(data - at), out)?;
+        if data == size {
+            // Nothing but a hole is left, unless the file was cut meanwhile.
+            return Ok(file.metadata()?.len() >= size);
+        }
+        let hole = match rustix::fs::seek(file, SeekFrom::Hole(data)) {
+            Ok(hole) => hole.min(size),
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => size,
+            Err(Errno::NXIO) => return Ok(false),
+            Err(e) => return Err(e.into()),
+        };
+        rustix::fs::seek(file, SeekFrom::Start(data))?;
+        if io::copy(&mut file.take(hole - data), out)? < hole - data {
+            return Ok(false);
+        }
+        at = hole;
+    }
+    Ok(true)
+}
+
+/// Hashes and counts what passes through.
+pub(super) struct Hashed<T> {
+    inner: T,
+    hash: Sha256,
+    count: u64,
+}
+
+impl<T> Hashed<T> {
+    pub(super) fn new(inner: T) -> Self {
+        Self { inner, hash: Sha256::new(), count: 0 }
+    }
+
+    fn note(&mut self, bytes: &[u8]) {
+        self.hash.update(bytes);
+        self.count += bytes.len() as u64;
+    }
+
+    /// What was inside, the digest of what passed, and how many bytes that was.
+    pub(super) fn finish(self) -> (T, Digest, u64) {
+        (self.inner, Digest(self.hash.finalize().into()), self.count)
+    }
+}
+
+impl<W: Write> Write for Hashed<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = self.inner.write(bytes)?;
+        self.note(&bytes[..n]);
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+impl<R: io::Read> io::Read for Hashed<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n = self.inner.read(buffer)?;
+        self.note(&buffer[..n]);
+        Ok(n)
+    }
+}
+
+/// Takes tar bytes in, puts a compressed file out, digests both.
+pub(super) struct Sink<'f> {
+    inner: BufWriter<Hashed<zstd::Encoder<'static, Hashed<BufWriter<&'f File>>>>>,
+}
+
+impl<'f> Sink<'f> {
+    pub(super) fn new(file: &'f File) -> io::Result<Self> {
+        let blob = Hashed::new(BufWriter::with_capacity(1 << 16, file));
+        let tar = Hashed::new(zstd::Encoder::new(blob, LEVEL)?);
+        Ok(Self { inner: BufWriter::with_capacity(1 << 16, tar) })
+    }
+
+    /// Ends the file (not fsynced) and says what it is.
+    pub(super) fn finish(self, entries: u64) -> io::Result<LayerInfo> {
+        let tar = self.inner.into_inner().map_err(|e| e.into_error())?;
+        let (encoder, diff_id, size_uncompressed) = tar.finish();
+        let (mut file, blob_digest, size_compressed) = encoder.finish()?.finish();
+        file.flush()?;
+        Ok(LayerInfo { diff_id, blob_digest, size_uncompressed, size_compressed, entries })
+    }
+}
+
+impl Write for Sink<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.inner.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd as _;
+
+    /// Packs the file `f` whose description was read before `meddle` ran.
+    fn pack(writers: Writers, meddle: impl FnOnce(&std::path::Path)) -> (Result<()>, Tally) {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("f");
+        std::fs::write(&path, b"0123456789").unwrap();
+        let top = File::open(tmp.path()).unwrap();
+        let mut changes = Changes::new(top.as_fd(), Format::Trusted).unwrap();
+        let change = changes.nth(1).unwrap().unwrap();
+        meddle(&path);
+        let file = changes.here().open_file("f".as_ref()).unwrap();
+        let mut tally = Tally::default();
+        let out = Writer::new(io::sink());
+        let mut pack = Pack { out, plain: false, writers, tally: &mut tally };
+        let outcome = pack.file(&change, file, &meta_of(&change));
+        (outcome, tally)
+    }
+
+    #[test]
+    fn a_file_that_changes_while_it_is_read_is_noticed() {
+        // The time is set by hand: before Linux 6.13 two writes in one tick look the same.
+        let rewrite = |p: &std::path::Path| {
+            std::fs::write(p, b"9876543210").unwrap();
+            super::super::round_trip::touch(p, 5, 5);
+        };
+        let cut = |p: &std::path::Path| std::fs::write(p, b"012").unwrap();
+        let replace = |p: &std::path::Path| {
+            std::fs::rename(p, p.with_extension("old")).unwrap();
+            std::fs::write(p, b"0123456789").unwrap();
+        };
+        assert!(pack(Writers::Running, |_| ()).0.is_ok());
+        assert!(matches!(pack(Writers::Running, rewrite).0, Err(Error::Changed { .. })));
+        let (outcome, tally) = pack(Writers::Frozen, rewrite);
+        assert!(outcome.is_ok() && tally.changed == 1, "{outcome:?}");
+        for writers in [Writers::Running, Writers::Frozen] {
+            assert!(matches!(pack(writers, cut).0, Err(Error::Changed { .. })));
+            assert!(matches!(pack(writers, replace).0, Err(Error::Changed { .. })));
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! Makes and removes a session's directory.
+//!
+//! Removal takes the directory out of `sessions/` by one rename into the root-only trash, then
+//! deletes by descriptor: no component is a symlink, no step crosses a mount, and the way up is
+//! believed only if it leads where the descent came from. The marker goes last, so that a crash
+//! leaves in the trash what `empty_trash` takes up again.
+//!
+//! Whether a session *may* be removed is the caller's to decide; that its overlay's superblock is
+//! dead is asked for as a [`ProvedGone`].
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, RenameFlags};
+use rustix::io::Errno;
+
+use super::empty::{empty, unlink};
+use super::store::write_durable;
+use super::tree::reopen;
+use super::{At as _, Error, Result, Shown, sync_dir};
+use crate::failpoint;
+use crate::kernel::mountinfo;
+use crate::kernel::walk::Dir;
+use crate::model::facts::{Fact, Facts};
+use crate::model::ids::SessionId;
+
+const MARKER: &str = "marker";
+const MAKING: &str = ".new-";
+
+/// The directories of one session.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionDirs {
+    /// `<sessions>/<id>` (0700).
+    pub root: PathBuf,
+    /// The overlay's upper (0755).
+    pub upper: PathBuf,
+    /// The overlay's work directory (0700).
+    pub work: PathBuf,
+    /// Where the overlay is mounted (0755).
+    pub merged: PathBuf,
+    /// What the workload sees as `/run/overfence` (0755).
+    pub run: PathBuf,
+}
+
+impl SessionDirs {
+    /// The paths of a session; touches nothing.
+    pub fn of(sessions: &Path, id: SessionId) -> Self {
+        Self::at(sessions.join(id.to_string()))
+    }
+
+    fn at(root: PathBuf) -> Self {
+        Self {
+            upper: root.join("upper"),
+            work: root.join("work"),
+            merged: root.join("merged"),
+            run: root.join("run"),
+            root,
+        }
+    }
+}
+
+/// Makes the directories of a new session, durable with their marker. [`Error::Exists`] if the id
+/// was ever used: a session's directory is never used again.
+pub fn create(sessions: &Path, id: SessionId) -> Result<SessionDirs> {
+    let dirs = SessionDirs::of(sessions, id);
+    if dirs.root.symlink_metadata().is_ok() {
+        return Err(Error::Exists { path: Shown::from(&*dirs.root) });
+    }
+    let new = SessionDirs::at(sessions.join(format!("{MAKING}{id}")));
+    failpoint::hit("upper.session.create.before");
+    let make = |path: &Path, mode| {
+        std::fs::DirBuilder::new().mode(mode).create(path).at("make", path)?;
+        // The umask must not decide who can enter.
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
+            .at("set the mode of", path)
+    };
+    make(&new.root, 0o700)?;
+    for (path, mode) in
+        [(&new.upper, 0o755), (&new.work, 0o700), (&new.merged, 0o755), (&new.run, 0o755)]
+    {
+        make(path, mode)?;
+    }
+    write_durable(&new.root.join(MARKER), format!("{id}\n").as_bytes())?;
+    sync_dir(&new.root)?;
+    let flags = RenameFlags::NOREPLACE;
+    rustix::fs::renameat_with(CWD, &new.root, CWD, &dirs.root, flags)
+        .at("rename into place", &dirs.root)?;
+    sync_dir(sessions)?;
+    failpoint::hit("upper.session.create.after");
+    Ok(dirs)
+}
+
+/// Takes away what a crash inside [`create`] left. Only empty directories and the marker are
+/// removed; anything else there is not ours and stays, as an error.
+pub fn sweep_unfinished(sessions: &Path) -> Result<u64> {
+    let mut swept = 0;
+    for entry in std::fs::read_dir(sessions).at("list", sessions)? {
+        let entry = entry.at("list", sessions)?;
+        if !entry.file_name().as_bytes().starts_with(MAKING.as_bytes()) {
+            continue;
+        }
+        let new = SessionDirs::at(entry.path());
+        let gone = |outcome: std::io::Result<()>, path: &Path| match outcome {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            other => other.at("remove", path),
+        };
+        for dir in [&new.upper, &new.work, &new.merged, &new.run] {
+            gone(std::fs::remove_dir(dir), dir)?;
+        }
+        let marker = new.root.join(MARKER);
+        gone(std::fs::remove_file(&marker), &marker)?;
+        gone(std::fs::remove_dir(&new.root), &new.root)?;
+        swept += 1;
+    }
+    Ok(swept)
+}
+
+/// The proof that a session's overlay is dead in the kernel, which removal asks for.
+#[derive(Debug)]
+pub struct ProvedGone {
+    session: SessionId,
+}
+
+impl ProvedGone {
+    /// The token for a session, if `gone` is among its proved facts.
+    pub fn from_facts(session: SessionId, facts: &Facts) -> Option<Self> {
+        facts.has(Fact::Gone).then_some(Self { session })
+    }
+}
+
+/// What a removal removed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Removed {
+    /// Bytes on disk; a file with several names counts with its last one.
+    pub bytes: u64,
+    /// Files, directories and other names.
+    pub entries: u64,
+}
+
+/// Removes the directory of a session whose overlay is proved gone. `trash` is on the same file
+/// system (root only; made if missing).
+pub fn remove(sessions: &Path, gone: &ProvedGone, trash: &Path) -> Result<Removed> {
+    let id = gone.session;
+    let path = sessions.join(id.to_string());
+    check_marker(&Dir::open(&path)?, id)?;
+    refuse_mounts_below(&path)?;
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(trash).at("make", trash)?;
+    let (from, to) = (Dir::open(sessions)?, Dir::open(trash)?);
+    let name = id.to_string();
+    failpoint::hit("upper.remove.rename.before");
+    rustix::fs::renameat_with(&from, &*name, &to, &*name, RenameFlags::NOREPLACE)
+        .at("move to the trash", &path)?;
+    rustix::fs::fsync(&to).at("fsync", trash)?;
+    rustix::fs::fsync(&from).at("fsync", sessions)?;
+    failpoint::hit("upper.remove.rename.after");
+    remove_trashed(&to, OsStr::new(&name))
+}
+
+/// Goes on with removals that a crash cut off; what is in the trash was decided before. Entries
+/// that are not a marked session are an error and stay.
+pub fn empty_trash(trash: &Path) -> Result<Removed> {
+    let mut total = Removed::default();
+    if !trash.exists() {
+        return Ok(total);
+    }
+    refuse_mounts_below(trash)?;
+    let dir = Dir::open(trash)?;
+    for entry in dir.sorted()? {
+        let one = remove_trashed(&dir, &entry.name)?;
+        total.bytes += one.bytes;
+        total.entries += one.entries;
+    }
+    Ok(total)
+}
+
+fn remove_trashed(trash: &Dir, name: &OsStr) -> Result<Removed> {
+    let path = trash.path().join(name);
+    let unmarked = |why: &str| Error::Unmarked { path: Shown::from(&*path), why: why.to_owned() };
+    let id: SessionId = name
+        .to_str()
+        .and_then(|n| n.parse().ok())
+        .ok_or_else(|| unmarked("its name is no session id"))?;
+    let dir = trash.child(name)?;
+    let mut removed = Removed::default();
+    failpoint::hit("upper.remove.before");
+    // The marker goes last; an empty directory is one whose marker went already.
+    if dir.entries()?.next().is_some() {
+        check_marker(&dir, id)?;
+        empty(reopen(&dir, &path)?, Some(OsStr::new(MARKER)), &mut removed)?;
+        unlink(&dir, OsStr::new(MARKER), AtFlags::empty())?;
+        removed.entries += 1;
+    }
+    unlink(trash, name, AtFlags::REMOVEDIR)?;
+    removed.entries += 1;
+    rustix::fs::fsync(trash).at("fsync", trash.path())?;
+    failpoint::hit("upper.remove.after");
+    Ok(removed)
+}
+
+fn check_marker(dir: &Dir, id: SessionId) -> Result<()> {
+    let path = dir.path();
+    let unmarked = |why: String| Error::Unmarked { path: Shown::from(path), why };
+    let mut text = Vec::new();
+    let file = dir.open_file(OsStr::new(MARKER));
+    let file = file.map_err(|e| unmarked(format!("its marker cannot be read ({e})")))?;
+    std::io::Read::read_to_end(&mut std::io::Read::take(std::fs::File::from(file), 256), &mut text)
+        .at("read the marker of", path)?;
+    match text.strip_suffix(b"\n") == Some(id.to_string().as_bytes()) {
+        true => Ok(()),
+        false => Err(unmarked(format!("its marker says {}, not {id}", Shown::bytes(&text)))),
+    }
+}
+
+/// Refuses if this mount namespace has a mount at or below `path`. Mounts elsewhere cannot be
+/// seen; the walk does not cross them either.
+fn refuse_mounts_below(path: &Path) -> Result<()> {
+    let real = path.canonicalize().at("resolve", path)?;
+    let found = mountinfo::below(mountinfo::read(None)?, &real);
+    if found.is_empty() {
+        return Ok(());
+    }
+    let points: Vec<_> = found.iter().take(5).map(|m| Shown::from(&*m.point).to_string()).collect();
+    Err(Error::Mounted { path: Shown::from(path), mounts: points.join(", ") })
+}
+
+/// Removes a directory of our own making with all that is in it: a layer's tree, a temporary. The
+/// same walk as for sessions; the caller vouches for the path.
+pub(super) fn remove_tree(path: &Path) -> Result<Removed> {
+    let (above, name) = match (path.parent(), path.file_name()) {
+        (Some(above), Some(name)) => (above, name),
+        _ => return Err(Errno::INVAL).at("remove", path),
+    };
+    let above = Dir::open(if above.as_os_str().is_empty() { Path::new(".") } else { above })?;
+    let mut removed = Removed::default();
+    empty(above.child(name)?, None, &mut removed)?;
+    unlink(&above, name, AtFlags::REMOVEDIR)?;
+    Ok(removed)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::model::facts::Proof;
+    use crate::model::time::BootNs;
+    use rustix::fs::{Mode, OFlags};
+
+    /// Makes a chain of `levels` directories with a file at its end, by descriptor.
+    pub(in crate::upper) fn deepen(top: &Path, levels: usize, name: &str) {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let mut fd = rustix::fs::open(top, flags, Mode::empty()).unwrap();
+        for _ in 0..levels {
+            rustix::fs::mkdirat(&fd, name, Mode::from_raw_mode(0o755)).unwrap();
+            fd = rustix::fs::openat(&fd, name, flags, Mode::empty()).unwrap();
+        }
+        let flags = OFlags::WRONLY | OFlags::CREATE;
+        rustix::fs::openat(&fd, "file", flags, Mode::from_raw_mode(0o600)).unwrap();
+    }
+
+    fn gone(id: SessionId) -> ProvedGone {
+        let mut facts = Facts::default();
+        assert!(ProvedGone::from_facts(id, &facts).is_none(), "no proof, no token");
+        let proof =
+            Proof { asked: "watch".into(), answer: "died".into(), at: BootNs(1), took_us: 1 };
+        facts.prove(Fact::Killed, proof.clone());
+        assert!(ProvedGone::from_facts(id, &facts).is_none(), "killed is not gone");
+        facts.prove(Fact::Gone, proof);
+        ProvedGone::from_facts(id, &facts).unwrap()
+    }
+
+    struct Place {
+        _tmp: tempfile::TempDir,
+        sessions: PathBuf,
+        trash: PathBuf,
+        outside: PathBuf,
+    }
+
+    fn place() -> Place {
+        let tmp = tempfile::tempdir().unwrap();
+        let at = |name: &str| tmp.path().join(name);
+        let place = Place {
+            sessions: at("sessions"),
+            trash: at("trash"),
+            outside: at("outside"),
+            _tmp: tmp,
+        };
+        std::fs::create_dir(&place.sessions).unwrap();
+        std::fs::create_dir(&place.outside).unwrap();
+        std::fs::write(place.outside.join("precious"), b"kept").unwrap();
+        place
+    }
+
+    #[test]
+    fn a_session_directory_is_made_once() {
+        let place = place();
+        let id = SessionId::fresh();
+        let dirs = create(&place.sessions, id).unwrap();
+        assert_eq!(dirs, SessionDirs::of(&place.sessions, id));
+        let mode = |p: &Path| std::os::unix::fs::MetadataExt::mode(&p.metadata().unwrap()) & 0o7777;
+        let modes = [&dirs.root, &dirs.upper, &dirs.work, &dirs.merged, &dirs.run].map(|p| mode(p));
+        assert_eq!(modes, [0o700, 0o755, 0o700, 0o755, 0o755]);
+        assert!(matches!(create(&place.sessions, id), Err(Error::Exists { .. })));
+    }
+
+    #[test]
+    fn what_a_crash_in_create_left_is_swept_by_rmdir_only() {
+        let place = place();
+        let new = place.sessions.join(format!("{MAKING}{}", SessionId::fresh()));
+        std::fs::create_dir_all(new.join("upper")).unwrap();
+        std::fs::write(new.join(MARKER), b"half").unwrap();
+        assert_eq!(sweep_unfinished(&place.sessions).unwrap(), 1);
+        assert!(!new.exists());
+        std::fs::create_dir_all(new.join("upper/somebody's")).unwrap();
+        assert!(sweep_unfinished(&place.sessions).is_err());
+        assert!(new.join("upper/somebody's").exists());
+    }
+
+    #[test]
+    fn invariant_i6_deletion_stays_inside() {
+        let place = place();
+        let id = SessionId::fresh();
+        let dirs = create(&place.sessions, id).unwrap();
+        std::os::unix::fs::symlink(&place.outside, dirs.upper.join("dir")).unwrap();
+        std::os::unix::fs::symlink(place.outside.join("precious"), dirs.upper.join("f")).unwrap();
+        std::os::unix::fs::symlink("../../..", dirs.work.join("up")).unwrap();
+        std::fs::write(dirs.upper.join("a"), vec![1; 10_000]).unwrap();
+        std::fs::hard_link(dirs.upper.join("a"), dirs.upper.join("b")).unwrap();
+        std::fs::create_dir_all(dirs.upper.join("x/y/z")).unwrap();
+        let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
+        // 3 symlinks, 2 names, 3 directories; marker, upper, work, merged, run, the top.
+        assert_eq!(removed.entries, 3 + 2 + 3 + 6);
+        assert!(removed.bytes >= 10_000, "{removed:?}");
+        assert_eq!(std::fs::read(place.outside.join("precious")).unwrap(), b"kept");
+        assert!(std::fs::read_dir(&place.trash).unwrap().next().is_none());
+        assert!(std::fs::read_dir(&place.sessions).unwrap().next().is_none());
+    }
+
+    #[test]
+    fn nothing_without_its_marker_is_removed() {
+        let place = place();
+        let (id, other) = (SessionId::fresh(), SessionId::fresh());
+        let dirs = create(&place.sessions, id).unwrap();
+        let markers: [&dyn Fn(&Path); 3] = [
+            &|m| std::fs::remove_file(m).unwrap(),
+            &|m| std::fs::write(m, format!("{other}\n")).unwrap(),
+            &|m| {
+                std::fs::remove_file(m).unwrap();
+                std::os::unix::fs::symlink("/etc/hostname", m).unwrap();
+            },
+        ];
+        for spoil in markers {
+            spoil(&dirs.root.join(MARKER));
+            let error = remove(&place.sessions, &gone(id), &place.trash).unwrap_err();
+            assert!(matches!(error, Error::Unmarked { .. }), "{error}");
+            assert!(dirs.upper.exists());
+        }
+        std::fs::create_dir_all(place.trash.join(id.to_string()).join("upper")).unwrap();
+        assert!(matches!(empty_trash(&place.trash), Err(Error::Unmarked { .. })));
+        std::fs::remove_dir_all(place.trash.join(id.to_string())).unwrap();
+        std::fs::create_dir_all(place.trash.join("somebody's")).unwrap();
+        assert!(matches!(empty_trash(&place.trash), Err(Error::Unmarked { .. })));
+    }
+
+    #[test]
+    fn a_removal_cut_off_anywhere_is_finished_at_start() {
+        let place = place();
+        let whole = SessionId::fresh();
+        let dirs = create(&place.sessions, whole).unwrap();
+        std::fs::write(dirs.upper.join("f"), b"x").unwrap();
+        std::fs::create_dir(&place.trash).unwrap();
+        std::fs::rename(&dirs.root, place.trash.join(whole.to_string())).unwrap();
+        // Another one died between its marker and its directory.
+        std::fs::create_dir(place.trash.join(SessionId::fresh().to_string())).unwrap();
+        let removed = empty_trash(&place.trash).unwrap();
+        assert_eq!(removed.entries, 7 + 1);
+        assert!(std::fs::read_dir(&place.trash).unwrap().next().is_none());
+        assert_eq!(empty_trash(&place.trash.join("never made")).unwrap(), Removed::default());
+    }
+
+    #[test]
+    fn ten_thousand_levels_and_a_wide_directory_are_removed() {
+        let place = place();
+        let id = SessionId::fresh();
+        let dirs = create(&place.sessions, id).unwrap();
+        deepen(&dirs.upper, 10_000, "deep");
+        for n in 0..3 * super::super::empty::BATCH {
+            std::fs::create_dir_all(dirs.work.join(format!("{n}/full"))).unwrap();
+        }
+        let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
+        assert_eq!(removed.entries, 10_001 + 6 * super::super::empty::BATCH as u64 + 6);
+    }
+}

@@ -1,0 +1,310 @@
+//! The layer store: layers by the digest of their uncompressed tar, each as a compressed file and,
+//! once a mount has wanted it, as a tree.
+//!
+//! ```text
+//! layers/<hex of the diff id>/
+//!     layer.tar.zst    durable before the directory has its name
+//!     layer.json       LayerInfo
+//!     tree/            unpacked at the first mount; read-only from then on
+//!     complete         made last: the tree is whole, durable, and its digest was the name
+//! layers/.tmp-*/       being made or removed
+//! ```
+//!
+//! Several threads may use one store; trees are made one at a time. One process at a time may.
+
+use std::fs::File;
+use std::io::{BufReader, Read, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::layer::{Hashed, Sink};
+use super::tarfmt::Entries;
+use super::unpack::unpack;
+use super::{At as _, Error, Result, Shown, path_of, remove, sync_dir, unique_name};
+use crate::failpoint;
+use crate::model::head::Digest;
+
+const BLOB: &str = "layer.tar.zst";
+const INFO: &str = "layer.json";
+const TREE: &str = "tree";
+const COMPLETE: &str = "complete";
+const TEMPORARY: &str = ".tmp-";
+
+/// What is known of a stored layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerInfo {
+    /// Digest of the uncompressed tar: the layer's name.
+    pub diff_id: Digest,
+    /// Digest of the compressed file.
+    pub blob_digest: Digest,
+    /// Bytes of the uncompressed tar.
+    pub size_uncompressed: u64,
+    /// Bytes of the compressed file.
+    pub size_compressed: u64,
+    /// Entries in the tar.
+    pub entries: u64,
+}
+
+/// The layers of this host.
+#[derive(Debug)]
+pub struct LayerStore {
+    dir: PathBuf,
+    unpacking: Mutex<()>,
+}
+
+impl LayerStore {
+    /// Opens the store at `<state>/layers`, making the directory (0700) if it is missing.
+    pub fn open(dir: &Path) -> Result<Self> {
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).at("make", dir)?;
+        Ok(Self { dir: dir.to_owned(), unpacking: Mutex::new(()) })
+    }
+
+    /// Removes what a crash left half made or half removed. Only at start, before any other call.
+    pub fn sweep(&self) -> Result<u64> {
+        let mut swept = 0;
+        for entry in std::fs::read_dir(&self.dir).at("list", &self.dir)? {
+            let entry = entry.at("list", &self.dir)?;
+            if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
+                remove::remove_tree(&entry.path())?;
+                swept += 1;
+            }
+        }
+        Ok(swept)
+    }
+
+    fn of(&self, diff_id: Digest) -> PathBuf {
+        self.dir.join(diff_id.hex())
+    }
+
+    /// What is known of a layer. [`Error::NoLayer`] if it is not here.
+    pub fn info(&self, diff_id: Digest) -> Result<LayerInfo> {
+        let path = self.of(diff_id).join(INFO);
+        let text = match std::fs::read(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                return Err(Error::NoLayer(diff_id));
+            }
+            answer => answer.at("read", &path)?,
+        };
+        match serde_json::from_slice::<LayerInfo>(&text) {
+            Ok(info) if info.diff_id == diff_id => Ok(info),
+            Ok(info) => Err(corrupt(&path, format!("it describes {}", info.diff_id))),
+            Err(e) => Err(corrupt(&path, format!("it cannot be read as JSON ({e})"))),
+        }
+    }
+
+    /// All layers, sorted by digest.
+    pub fn list(&self) -> Result<Vec<Digest>> {
+        let mut all = Vec::new();
+        for entry in std::fs::read_dir(&self.dir).at("list", &self.dir)? {
+            let name = entry.at("list", &self.dir)?.file_name();
+            if let Ok(id) = format!("sha256:{}", name.to_string_lossy()).parse() {
+                all.push(id);
+            }
+        }
+        all.sort();
+        Ok(all)
+    }
+
+    /// The compressed file of a layer.
+    pub fn blob_path(&self, diff_id: Digest) -> PathBuf {
+        self.of(diff_id).join(BLOB)
+    }
+
+    /// The lower directory of a layer, if its tree is complete.
+    pub fn lower_path(&self, diff_id: Digest) -> Result<PathBuf> {
+        let dir = self.of(diff_id);
+        if dir.join(COMPLETE).exists() {
+            return Ok(dir.join(TREE));
+        }
+        Err(match dir.exists() {
+            true => Error::NotComplete(diff_id),
+            false => Error::NoLayer(diff_id),
+        })
+    }
+
+    /// Adds the layer that `write` puts into a file. A layer that is here already is kept as it is.
+    pub(super) fn add(&self, write: impl FnOnce(&File) -> Result<LayerInfo>) -> Result<LayerInfo> {
+        let temporary = unique_name(&self.dir, TEMPORARY)?;
+        failpoint::hit("upper.layer.before");
+        std::fs::DirBuilder::new().mode(0o700).create(&temporary).at("make", &temporary)?;
+        let outcome = self.add_in(&temporary, write);
+        if outcome.is_err() || temporary.exists() {
+            // The first error is the one to tell; what stays is taken away by the next sweep.
+            let _ = remove::remove_tree(&temporary);
+        }
+        failpoint::hit("upper.layer.after");
+        outcome
+    }
+
+    fn add_in(
+        &self,
+        temporary: &Path,
+        write: impl FnOnce(&File) -> Result<LayerInfo>,
+    ) -> Result<LayerInfo> {
+        let path = temporary.join(BLOB);
+        let blob = create(&path)?;
+        let info = write(&blob)?;
+        blob.sync_all().at("fsync", &path)?;
+        let text = serde_json::to_vec_pretty(&info)
+            .map_err(std::io::Error::from)
+            .at("encode", temporary.join(INFO))?;
+        write_durable(&temporary.join(INFO), &text)?;
+        sync_dir(temporary)?;
+        let place = self.of(info.diff_id);
+        failpoint::hit("upper.layer.rename.before");
+        match std::fs::rename(temporary, &place) {
+            // Same content: keep the first. A directory is never empty here.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOTEMPTY | libc::EEXIST)) => {
+                return self.info(info.diff_id);
+            }
+            answer => answer.at("rename into place", &place)?,
+        }
+        failpoint::hit("upper.layer.rename.after");
+        sync_dir(&self.dir)?;
+        Ok(info)
+    }
+
+    /// Adds a compressed layer from elsewhere, for instance from a bundle or another host. Its
+    /// digest must be `expected`, and its tar at most `max_uncompressed` bytes long.
+    pub fn import(
+        &self,
+        blob: impl Read,
+        expected: Digest,
+        max_uncompressed: u64,
+    ) -> Result<LayerInfo> {
+        let what = || format!("the layer offered as {expected}");
+        self.add(|file| {
+            let mut sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
+            let tar = zstd::Decoder::new(blob).at("decompress", path_of(b"the layer"))?;
+            // Checked while it is copied; one byte more than allowed tells a longer one.
+            let limited = tar.take(max_uncompressed.saturating_add(1));
+            let mut copied = Copied { from: limited, to: &mut sink };
+            let mut entries = Entries::new(&mut copied);
+            let count = entries.check_all()?;
+            entries.drain()?;
+            let info = sink.finish(count).at("write", path_of(b"the layer"))?;
+            if info.size_uncompressed > max_uncompressed {
+                let why = format!("it is longer than {max_uncompressed} bytes");
+                return Err(Error::Corrupt { what: what(), why });
+            }
+            if info.diff_id != expected {
+                let why = format!("its content has digest {}", info.diff_id);
+                return Err(Error::Corrupt { what: what(), why });
+            }
+            Ok(info)
+        })
+    }
+
+    /// Makes the tree of a layer if it is not complete, and returns its path. The content is
+    /// checked against the layer's digest on the way.
+    pub fn ensure_tree(&self, diff_id: Digest) -> Result<PathBuf> {
+        // A thread that died here left an incomplete tree, which is what this function repairs.
+        let _one = self.unpacking.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.lower_path(diff_id) {
+            Err(Error::NotComplete(_)) => {}
+            other => return other,
+        }
+        let info = self.info(diff_id)?;
+        let (dir, tree) = (self.of(diff_id), self.of(diff_id).join(TREE));
+        if tree.exists() {
+            remove::remove_tree(&tree)?;
+        }
+        failpoint::hit("upper.tree.before");
+        std::fs::create_dir(&tree).at("make", &tree)?;
+        let top = File::open(&tree).at("open", &tree)?;
+        let blob = File::open(dir.join(BLOB)).at("open", dir.join(BLOB))?;
+        let outcome = read_blob(blob, &info, |tar| unpack(tar, top.as_fd()));
+        if let Err(error) = outcome {
+            // As above: the error counts; an incomplete tree is made anew in any case.
+            let _ = remove::remove_tree(&tree);
+            return Err(error);
+        }
+        rustix::fs::syncfs(&top).at("sync the file system of", &tree)?;
+        write_durable(&dir.join(COMPLETE), b"")?;
+        sync_dir(&dir)?;
+        failpoint::hit("upper.tree.after");
+        Ok(tree)
+    }
+
+    /// Removes a layer. The caller has proved that nothing names it and that no mount uses it.
+    pub fn remove(&self, diff_id: Digest) -> Result<()> {
+        let (place, doomed) = (self.of(diff_id), unique_name(&self.dir, TEMPORARY)?);
+        failpoint::hit("upper.layer.remove.before");
+        match std::fs::rename(&place, &doomed) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                return Err(Error::NoLayer(diff_id));
+            }
+            answer => answer.at("rename away", &place)?,
+        }
+        sync_dir(&self.dir)?;
+        remove::remove_tree(&doomed)?;
+        failpoint::hit("upper.layer.remove.after");
+        Ok(())
+    }
+}
+
+/// Reads a compressed layer through `consume`, which sees the tar, and compares everything with
+/// what `info` says.
+pub(super) fn read_blob(
+    blob: impl Read,
+    info: &LayerInfo,
+    consume: impl FnOnce(&mut dyn Read) -> Result<u64>,
+) -> Result<()> {
+    let what = || format!("layer {}", info.diff_id);
+    let compare = |name: &str, got: String, want: String| match got == want {
+        true => Ok(()),
+        false => {
+            Err(Error::Corrupt { what: what(), why: format!("its {name} is {got}, not {want}") })
+        }
+    };
+    let at = path_of(b"the layer");
+    let blob = Hashed::new(blob.take(info.size_compressed.saturating_add(1)));
+    let mut decoder = zstd::Decoder::with_buffer(BufReader::new(blob)).at("decompress", at)?;
+    let mut tar = Hashed::new(decoder.by_ref().take(info.size_uncompressed.saturating_add(1)));
+    let entries = consume(&mut tar)?;
+    let (_, diff_id, size) = tar.finish();
+    compare("length", size.to_string(), info.size_uncompressed.to_string())?;
+    compare("digest", diff_id.to_string(), info.diff_id.to_string())?;
+    compare("number of entries", entries.to_string(), info.entries.to_string())?;
+    let mut blob = decoder.finish();
+    std::io::copy(&mut blob, &mut std::io::sink()).at("read", at)?;
+    let (_, digest, size) = blob.into_inner().finish();
+    compare("compressed length", size.to_string(), info.size_compressed.to_string())?;
+    compare("compressed digest", digest.to_string(), info.blob_digest.to_string())
+}
+
+/// A reader that writes what it reads to a second place.
+struct Copied<'s, 'f, R> {
+    from: R,
+    to: &'s mut Sink<'f>,
+}
+
+impl<R: Read> Read for Copied<'_, '_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let n = self.from.read(buffer)?;
+        self.to.write_all(&buffer[..n])?;
+        Ok(n)
+    }
+}
+
+fn corrupt(path: &Path, why: String) -> Error {
+    Error::Corrupt { what: Shown::from(path).to_string(), why }
+}
+
+/// Makes a new file (0600).
+pub(super) fn create(path: &Path) -> Result<File> {
+    let mut options = std::fs::OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600).open(path).at("make", path)
+}
+
+/// Makes a new file with these bytes and fsyncs it; its name is the caller's to sync.
+pub(super) fn write_durable(path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = create(path)?;
+    file.write_all(bytes).at("write", path)?;
+    file.sync_all().at("fsync", path)
+}

@@ -1,0 +1,300 @@
+//! The tar form of a layer: POSIX ustar headers with PAX records for what does not fit them.
+//!
+//! Written canonically: the same entries give the same bytes, whatever made them. Read strictly:
+//! every size is bounded before memory is taken for it, and a path cannot climb.
+
+mod read;
+mod write;
+
+pub(super) use read::{Entries, Entry};
+pub(super) use write::Writer;
+
+use super::changes::Xattrs;
+
+/// A path in a layer has at most this many bytes; longer than the kernel takes in one call.
+pub(super) const MAX_PATH: usize = 64 << 10;
+/// A name has at most this many bytes, as in the kernel.
+const MAX_NAME: usize = 255;
+/// The extended records of one entry have at most this many bytes.
+const MAX_RECORDS: u64 = 4 << 20;
+/// Names in a layer that start like this are whiteouts.
+pub(super) const WHITEOUT: &[u8] = b".wh.";
+/// The name that makes its directory opaque.
+pub(super) const OPAQUE: &[u8] = b".wh..wh..opq";
+
+const BLOCK: usize = 512;
+const XATTR: &[u8] = b"SCHILY.xattr.";
+
+/// What an entry is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Directory,
+    /// A regular file; its bytes follow.
+    File {
+        size: u64,
+    },
+    /// Another name of an earlier entry.
+    HardLink {
+        target: Vec<u8>,
+    },
+    Symlink {
+        target: Vec<u8>,
+    },
+    Fifo,
+    CharDevice {
+        major: u32,
+        minor: u32,
+    },
+    BlockDevice {
+        major: u32,
+        minor: u32,
+    },
+}
+
+/// Owner, mode and so on of an entry.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Meta {
+    pub(super) mode: u32,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    /// Seconds since 1970, rounded down.
+    pub(super) mtime_s: i64,
+    /// Nanoseconds after them.
+    pub(super) mtime_ns: u32,
+    pub(super) xattrs: Xattrs,
+}
+
+/// Reads an archive to its end and drops it: what the fuzz target and `bundle::verify` run.
+/// Returns how many entries there were.
+pub fn fuzz_entries(archive: &[u8]) -> super::Result<u64> {
+    Entries::new(archive).check_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::io::Read as _;
+
+    type Made = (Vec<u8>, Kind, Meta, Vec<u8>);
+
+    fn write_all(entries: &[Made]) -> Vec<u8> {
+        let mut writer = Writer::new(Vec::new());
+        for (path, kind, meta, bytes) in entries {
+            writer.entry(path, kind, meta).unwrap();
+            std::io::Write::write_all(&mut writer, bytes).unwrap();
+            writer.pad().unwrap();
+        }
+        writer.finish().unwrap()
+    }
+
+    fn read_all(archive: &[u8]) -> Vec<Made> {
+        let mut entries = Entries::new(archive);
+        let mut all = Vec::new();
+        while let Some(Entry { path, kind, meta }) = entries.next_entry().unwrap() {
+            let mut bytes = Vec::new();
+            entries.content().read_to_end(&mut bytes).unwrap();
+            all.push((path, kind, meta, bytes));
+        }
+        all
+    }
+
+    fn name() -> impl Strategy<Value = Vec<u8>> {
+        prop::collection::vec(
+            any::<u8>().prop_filter("no / or NUL", |b| !b"/\0".contains(b)),
+            1..200,
+        )
+        .prop_filter("not . or ..", |n| n != b"." && n != b"..")
+    }
+
+    fn path() -> impl Strategy<Value = Vec<u8>> {
+        prop::collection::vec(name(), 1..4).prop_map(|parts| parts.join(&b'/'))
+    }
+
+    fn meta() -> impl Strategy<Value = Meta> {
+        let xattr = (
+            name().prop_filter("not overlay's", |n| !n.starts_with(b"trusted.overlay.")),
+            prop::collection::vec(any::<u8>(), 0..40),
+        );
+        (
+            0u32..0o10000,
+            any::<u32>(),
+            any::<u32>(),
+            -9_000_000_000i64..90_000_000_000,
+            0u32..1_000_000_000,
+            prop::collection::btree_map(xattr.0, xattr.1, 0..3),
+        )
+            .prop_map(|(mode, uid, gid, mtime_s, mtime_ns, xattrs)| Meta {
+                mode,
+                uid,
+                gid,
+                mtime_s,
+                mtime_ns,
+                xattrs,
+            })
+    }
+
+    fn kind() -> impl Strategy<Value = (Kind, Vec<u8>)> {
+        prop_oneof![
+            Just((Kind::Directory, vec![])),
+            Just((Kind::Fifo, vec![])),
+            prop::collection::vec(any::<u8>(), 0..1500)
+                .prop_map(|b| (Kind::File { size: b.len() as u64 }, b)),
+            path().prop_map(|target| (Kind::HardLink { target }, vec![])),
+            path().prop_map(|target| (Kind::Symlink { target }, vec![])),
+            (0u32..4096, 0u32..1 << 20)
+                .prop_filter("not a whiteout", |(a, b)| (*a, *b) != (0, 0))
+                .prop_map(|(major, minor)| (Kind::CharDevice { major, minor }, vec![])),
+            (0u32..4096, 0u32..1 << 20)
+                .prop_map(|(major, minor)| (Kind::BlockDevice { major, minor }, vec![])),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+        #[test]
+        fn what_is_written_is_read_back(
+            list in prop::collection::vec((path(), kind(), meta()), 0..6)
+        ) {
+            let list: Vec<Made> =
+                list.into_iter().map(|(p, (k, b), m)| (p, k, m, b)).collect();
+            prop_assert_eq!(read_all(&write_all(&list)), list);
+        }
+
+        #[test]
+        fn any_bytes_are_refused_or_read_but_never_a_panic(
+            bytes in prop::collection::vec(any::<u8>(), 0..2048)
+        ) {
+            let _ = fuzz_entries(&bytes);
+        }
+
+        #[test]
+        fn a_changed_archive_is_refused_or_read_but_never_a_panic(
+            list in prop::collection::vec((path(), kind(), meta()), 1..4),
+            at in any::<prop::sample::Index>(), to in any::<u8>()
+        ) {
+            let list: Vec<Made> =
+                list.into_iter().map(|(p, (k, b), m)| (p, k, m, b)).collect();
+            let mut bytes = write_all(&list);
+            let at = at.index(bytes.len());
+            bytes[at] = to;
+            let _ = fuzz_entries(&bytes);
+        }
+    }
+
+    #[test]
+    fn every_byte_but_slash_and_nul_is_a_name() {
+        let list: Vec<Made> = (1..=255u8)
+            .filter(|b| *b != b'/' && *b != b'.')
+            .map(|b| (vec![b], Kind::Fifo, Meta::default(), vec![]))
+            .collect();
+        assert_eq!(read_all(&write_all(&list)), list);
+    }
+
+    #[test]
+    fn sizes_and_owners_beyond_ustar_are_kept() {
+        let meta = Meta { uid: u32::MAX, gid: 3_000_000, ..Meta::default() };
+        let mut writer = Writer::new(Vec::new());
+        writer.entry(b"big", &Kind::File { size: 9 << 30 }, &meta).unwrap();
+        let bytes = writer.into_inner();
+        let entry = Entries::new(&bytes[..]).next_entry().unwrap().unwrap();
+        assert_eq!((entry.kind, entry.meta), (Kind::File { size: 9 << 30 }, meta));
+    }
+
+    /// The header of one plain entry, for tests that then damage it.
+    fn header(kind: u8, name: &[u8], link: &[u8], size: u64) -> Vec<u8> {
+        let mut h = tar::Header::new_ustar();
+        h.as_ustar_mut().unwrap().name[..name.len()].copy_from_slice(name);
+        h.as_ustar_mut().unwrap().linkname[..link.len()].copy_from_slice(link);
+        h.as_ustar_mut().unwrap().typeflag = [kind];
+        h.set_size(size);
+        h.set_mode(0o644);
+        h.set_uid(0);
+        h.set_gid(0);
+        h.set_mtime(0);
+        h.set_device_major(0).unwrap();
+        h.set_device_minor(0).unwrap();
+        h.set_cksum();
+        h.as_bytes().to_vec()
+    }
+
+    #[test]
+    fn hostile_headers_are_refused() {
+        let pax = |body: &[u8]| {
+            let mut all = header(b'x', b"p", b"", body.len() as u64);
+            all.extend(body);
+            all.resize(all.len().next_multiple_of(BLOCK), 0);
+            all.extend(header(b'0', b"f", b"", 0));
+            all
+        };
+        let record = |text: &str| {
+            let length =
+                (1..200).find(|n: &usize| n.to_string().len() + 1 + text.len() + 1 == *n).unwrap();
+            pax(format!("{length} {text}\n").as_bytes())
+        };
+        for (what, archive) in [
+            ("absolute", header(b'0', b"/etc/passwd", b"", 0)),
+            ("climbing", header(b'0', b"a/../../x", b"", 0)),
+            ("climbing link", header(b'1', b"a", b"../../etc/passwd", 0)),
+            ("absolute link", header(b'1', b"a", b"/etc/passwd", 0)),
+            ("whiteout device", header(b'3', b"dev", b"", 0)),
+            ("no name", header(b'0', b"", b"", 0)),
+            ("a file that is the top", header(b'0', b"./", b"", 0)),
+            ("gnu sparse", header(b'S', b"f", b"", 0)),
+            ("global records", header(b'g', b"f", b"", 0)),
+            ("a symlink to nothing", header(b'2', b"f", b"", 0)),
+            ("content of a directory", header(b'5', b"d", b"", 512)),
+            ("records without end", header(b'x', b"p", b"", u64::MAX >> 8)),
+            ("cut content", header(b'0', b"f", b"", 4000)),
+            ("cut header", header(b'0', b"f", b"", 0)[..100].to_vec()),
+            ("records at the end", header(b'x', b"p", b"", 0)),
+            ("overlay mark", record("SCHILY.xattr.trusted.overlay.redirect=/etc")),
+            ("user overlay mark", record("SCHILY.xattr.user.overlay.opaque=y")),
+            ("climbing record", record("path=../abc")),
+            ("absolute record", record("path=/etc/")),
+            ("record length", pax(b"99999999999999999999 path=a\n")),
+            ("record length lies", pax(b"12 path=a\n")),
+            ("record without end", pax(b"9 path=ab")),
+            ("negative size", record("size=-5")),
+            ("uid too big", record("uid=4294967296")),
+            ("mtime words", record("mtime=today")),
+            ("sparse by record", record("GNU.sparse.major=1")),
+        ] {
+            let outcome = fuzz_entries(&archive);
+            assert!(outcome.is_err(), "{what} was taken: {outcome:?}");
+        }
+        let mut bad_sum = header(b'0', b"f", b"", 0);
+        bad_sum[0] = b'g';
+        assert!(fuzz_entries(&bad_sum).is_err());
+        assert_eq!(fuzz_entries(&header(b'0', b"f", b"", 0)).unwrap(), 1, "the helper is sound");
+        for sound in ["path=abcdef", "uid=4294967295", "mtime=-1.5", "SCHILY.xattr.user.a=b"] {
+            assert_eq!(fuzz_entries(&record(sound)).unwrap(), 1, "{sound} was refused");
+        }
+    }
+
+    #[test]
+    fn gnu_long_names_of_foreign_layers_are_read() {
+        let long = b"d/".repeat(80);
+        let mut archive = header(b'L', b"././@LongLink", b"", long.len() as u64);
+        archive.extend(&long);
+        archive.resize(archive.len().next_multiple_of(BLOCK), 0);
+        archive.extend(header(b'5', b"d", b"", 0));
+        let entry = Entries::new(&archive[..]).next_entry().unwrap().unwrap();
+        assert_eq!(entry.path, long[..long.len() - 1]);
+    }
+
+    #[test]
+    fn another_tar_reads_what_we_write() {
+        let meta =
+            Meta { mode: 0o640, mtime_s: 1_700_000_000, mtime_ns: 123_456_789, ..Meta::default() };
+        let long = vec![b'n'; 180];
+        let archive = write_all(&[
+            (b"d".to_vec(), Kind::Directory, meta.clone(), vec![]),
+            (long.clone(), Kind::File { size: 3 }, meta, b"abc".to_vec()),
+        ]);
+        let mut other = tar::Archive::new(&archive[..]);
+        let names: Vec<_> =
+            other.entries().unwrap().map(|e| e.unwrap().path_bytes().into_owned()).collect();
+        assert_eq!(names, [b"d/".to_vec(), long]);
+    }
+}

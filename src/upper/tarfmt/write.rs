@@ -1,0 +1,204 @@
+//! Writes entries in one canonical form.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+use tar::EntryType;
+
+use super::{BLOCK, Kind, Meta, XATTR};
+
+/// The name every PAX header carries; readers do not use it.
+const PAX_NAME: &[u8] = b"PaxHeaders/overfence";
+/// Octal fields of 7 and 11 digits.
+const MAX_OWNER: u32 = (1 << 21) - 1;
+const MAX_SIZE: u64 = (1 << 33) - 1;
+
+/// A tar stream being written. A file's bytes follow its [`Writer::entry`] by [`Write`], then
+/// [`Writer::pad`].
+pub(in crate::upper) struct Writer<W> {
+    out: W,
+    written: u64,
+}
+
+impl<W: Write> Writer<W> {
+    pub(in crate::upper) fn new(out: W) -> Self {
+        Self { out, written: 0 }
+    }
+
+    /// Writes the header of an entry; an empty path is the top directory.
+    pub(in crate::upper) fn entry(
+        &mut self,
+        path: &[u8],
+        kind: &Kind,
+        meta: &Meta,
+    ) -> io::Result<()> {
+        let mut header = tar::Header::new_ustar();
+        let mut records = BTreeMap::<Vec<u8>, Vec<u8>>::new();
+        let mut record = |key: &str, value: Vec<u8>| {
+            records.insert(key.into(), value);
+        };
+
+        let mut path = path.to_vec();
+        if path.is_empty() {
+            path.extend(b"./");
+        } else if *kind == Kind::Directory {
+            path.push(b'/');
+        }
+        let (mut size, mut link, mut device) = (0, &b""[..], (0, 0));
+        header.set_entry_type(match kind {
+            Kind::Directory => EntryType::Directory,
+            Kind::File { size: bytes } => {
+                size = *bytes;
+                EntryType::Regular
+            }
+            Kind::HardLink { target } => {
+                link = target;
+                EntryType::Link
+            }
+            Kind::Symlink { target } => {
+                link = target;
+                EntryType::Symlink
+            }
+            Kind::Fifo => EntryType::Fifo,
+            Kind::CharDevice { major, minor } => {
+                device = (*major, *minor);
+                EntryType::Char
+            }
+            Kind::BlockDevice { major, minor } => {
+                device = (*major, *minor);
+                EntryType::Block
+            }
+        });
+        if let Some(ustar) = header.as_ustar_mut() {
+            for (field, key, value) in
+                [(&mut ustar.name, "path", &path[..]), (&mut ustar.linkname, "linkpath", link)]
+            {
+                let fits = value.len().min(field.len());
+                field[..fits].copy_from_slice(&value[..fits]);
+                if value.len() > field.len() {
+                    record(key, value.to_vec());
+                }
+            }
+        }
+        for (id, key) in [(meta.uid, "uid"), (meta.gid, "gid")] {
+            if id > MAX_OWNER {
+                record(key, id.to_string().into_bytes());
+            }
+        }
+        if size > MAX_SIZE {
+            record("size", size.to_string().into_bytes());
+        }
+        let plain_mtime = u64::try_from(meta.mtime_s).ok().filter(|s| *s <= MAX_SIZE);
+        if meta.mtime_ns != 0 || plain_mtime.is_none() {
+            record("mtime", decimal_time(meta.mtime_s, meta.mtime_ns).into_bytes());
+        }
+        for (name, value) in &meta.xattrs {
+            records.insert([XATTR, &encode_name(name)].concat(), value.clone());
+        }
+
+        header.set_mode(meta.mode);
+        header.set_uid(within(meta.uid, MAX_OWNER).into());
+        header.set_gid(within(meta.gid, MAX_OWNER).into());
+        header.set_size(if size > MAX_SIZE { 0 } else { size });
+        header.set_mtime(plain_mtime.unwrap_or(0));
+        header.set_device_major(device.0)?;
+        header.set_device_minor(device.1)?;
+        header.set_cksum();
+        if !records.is_empty() {
+            self.records(&records)?;
+        }
+        self.write_all(header.as_bytes())
+    }
+
+    fn records(&mut self, records: &BTreeMap<Vec<u8>, Vec<u8>>) -> io::Result<()> {
+        let mut body = Vec::new();
+        for (key, value) in records {
+            // The length counts its own digits: grow the guess until it holds.
+            let rest = key.len() + value.len() + 3;
+            let mut length = rest + 1;
+            while rest + length.to_string().len() != length {
+                length = rest + length.to_string().len();
+            }
+            body.extend(format!("{length} ").as_bytes());
+            body.extend(key);
+            body.push(b'=');
+            body.extend(value);
+            body.push(b'\n');
+        }
+        let mut header = tar::Header::new_ustar();
+        if let Some(ustar) = header.as_ustar_mut() {
+            ustar.name[..PAX_NAME.len()].copy_from_slice(PAX_NAME);
+        }
+        header.set_entry_type(EntryType::XHeader);
+        header.set_mode(0o644);
+        header.set_uid(0);
+        header.set_gid(0);
+        header.set_mtime(0);
+        header.set_size(body.len() as u64);
+        header.set_device_major(0)?;
+        header.set_device_minor(0)?;
+        header.set_cksum();
+        self.write_all(header.as_bytes())?;
+        self.write_all(&body)?;
+        self.pad()
+    }
+
+    /// Fills up the block after a file's bytes.
+    pub(in crate::upper) fn pad(&mut self) -> io::Result<()> {
+        let over = (self.written % BLOCK as u64) as usize;
+        if over == 0 { Ok(()) } else { self.write_all(&[0; BLOCK][over..]) }
+    }
+
+    /// Writes the end of the archive and gives the sink back.
+    pub(in crate::upper) fn finish(mut self) -> io::Result<W> {
+        self.write_all(&[0; 2 * BLOCK])?;
+        Ok(self.out)
+    }
+
+    #[cfg(test)]
+    pub(super) fn into_inner(self) -> W {
+        self.out
+    }
+}
+
+impl<W: Write> Write for Writer<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = self.out.write(bytes)?;
+        self.written += n as u64;
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+fn within(id: u32, max: u32) -> u32 {
+    if id > max { 0 } else { id }
+}
+
+/// A decimal number of seconds; before 1970 the fraction counts down from the next second.
+fn decimal_time(seconds: i64, nanos: u32) -> String {
+    let (sign, whole, fraction) = match (seconds < 0, nanos) {
+        (true, 0) => ("-", seconds.unsigned_abs(), 0),
+        (true, _) => ("-", seconds.unsigned_abs() - 1, 1_000_000_000 - nanos),
+        (false, _) => ("", seconds.unsigned_abs(), nanos),
+    };
+    match fraction {
+        0 => format!("{sign}{whole}"),
+        _ => format!("{sign}{whole}.{}", format!("{fraction:09}").trim_end_matches('0')),
+    }
+}
+
+/// A record's key ends at the first `=`: GNU tar's escape keeps names that have one.
+fn encode_name(name: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(name.len());
+    for byte in name {
+        match byte {
+            b'%' => out.extend(b"%25"),
+            b'=' => out.extend(b"%3D"),
+            _ => out.push(*byte),
+        }
+    }
+    out
+}

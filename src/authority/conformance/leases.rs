@@ -8,7 +8,7 @@ pub(super) fn made_once(f: &dyn Fixture) {
     assert_eq!(made.at, at(1, &[1]));
     assert_eq!((made.contact.as_str(), made.labels["k"].as_str()), ("ann@host", "v"));
     assert_eq!(record(f), made);
-    assert_eq!(f.authority().list().unwrap(), [made.clone()]);
+    assert_eq!(f.authority().list().unwrap(), std::slice::from_ref(&made));
     let again = NewWorkspace {
         id: ws(),
         owner: "bob".parse().unwrap(),

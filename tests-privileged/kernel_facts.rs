@@ -1,6 +1,6 @@
 //! The facts of the kernel that the product rests on, one test each, through the product's own
 //! calls. A kernel on which one does not hold is noticed here.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, clippy::unwrap_used)]
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -10,10 +10,15 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use overfence::kernel::cgroup::{Cgroup, Outcome, Purpose, Stamp};
+use overfence::kernel::deadlines::{Deadline, Entry, Snapshot, Table};
+use overfence::kernel::events::CgroupEvents;
+use overfence::kernel::gone::{self, Gone, Probe, UnmountWatch};
+use overfence::kernel::holders::{self, Question, Wanted};
 use overfence::kernel::idmap::IdMap;
 use overfence::kernel::overlay::{self, Mounted, ReadOnly, Spec, Style, Unmount};
-use overfence::kernel::{Error, mountinfo, ns, walk};
-use overfence::model::ids::Generation;
+use overfence::kernel::{Error, cgroup, clock, doctor, mountinfo, ns, walk};
+use overfence::model::facts::Holder;
+use overfence::model::ids::{Generation, SessionId};
 use rustix::io::Errno;
 
 use crate::host::{Place, Test};
@@ -41,6 +46,18 @@ pub fn tests() -> Vec<Test> {
         a_frozen_task_is_killed,
         stamps_stay_on_the_cgroup,
         removal_takes_nested_cgroups_and_spares_populated_ones,
+        unmount_answers_ok_while_a_copy_lives_and_the_watch_waits,
+        a_copy_in_another_namespace_keeps_it_alive,
+        the_index_probe_tells_alive_from_dead_and_leaves_nothing,
+        a_second_mount_of_an_upper_is_allowed_without_index,
+        the_events_watch_sees_thaws_and_emptied_cgroups,
+        writers_are_named_by_descriptor_and_mapping,
+        holders_in_other_namespaces_are_named,
+        deadlines_are_read_by_another_process,
+        a_deadline_file_has_one_writer_and_survives_it,
+        a_cell_has_no_session_in_it,
+        all_namespaces_of_a_process_are_joined_at_once,
+        the_doctor_finds_what_this_suite_needs_and_leaves_nothing,
     ]
 }
 
@@ -292,8 +309,14 @@ fn all_lower_layers_are_in_the_mount(place: &Place) {
 fn layers_with_mapped_ids_are_root_on_disk_and_inside(place: &Place) {
     let mut session = Session::new(place);
     let map = IdMap { base: 100_000, count: 65536 };
+    let begun = Instant::now();
+    drop(session.mount());
+    let plain = begun.elapsed();
+    overlay::unmount(&session.spec.target).unwrap();
     session.spec.mapped = Some(map);
+    let begun = Instant::now();
     let mounted = session.mount();
+    println!("mount: plain {plain:?}, mapped {:?}", begun.elapsed());
     assert_eq!(std::fs::metadata(session.merged("from-0")).unwrap().uid(), 100_000);
     let user_ns = overfence::kernel::idmap::user_namespace(&map).unwrap();
     let target = session.spec.target.clone();
@@ -392,6 +415,8 @@ fn a_freeze_is_proved_at_once_and_foreign_thaws_show(place: &Place) {
         assert!(cgroup.state().unwrap().is_frozen());
         proved(cgroup.thaw(seconds(2)).unwrap());
         assert!(!cgroup.state().unwrap().is_frozen());
+        // Lets the task leave the freezer's trap; while it is in it, freezing again is free.
+        std::thread::sleep(Duration::from_millis(2));
     }
     times.sort_unstable();
     println!("freeze of one idle process: median {} us, worst {} us", times[25], times[49]);
@@ -415,11 +440,16 @@ fn a_call_in_progress_ends_before_frozen(place: &Place) {
             }
         }
     });
+    let idle = Child::start(Some(&cgroup), || {});
     while std::fs::metadata(&out).unwrap().len() == 0 {
         std::thread::yield_now();
     }
     let before = std::fs::metadata(&out).unwrap().len();
-    let late = cgroup.freeze(Duration::ZERO).unwrap();
+    let late = cgroup.freeze(Duration::from_millis(5)).unwrap();
+    if let Outcome::Late(blockers) = &late {
+        let pids: Vec<u32> = blockers.iter().map(|b| b.pid).collect();
+        assert!(!pids.contains(&idle.pid()), "a frozen task is named: {blockers:?}");
+    }
     proved(cgroup.freeze(seconds(30)).unwrap());
     let after = std::fs::metadata(&out).unwrap().len();
     println!("size when asked {before}, when frozen {after}, at first {late:?}");
@@ -475,4 +505,300 @@ fn removal_takes_nested_cgroups_and_spares_populated_ones(place: &Place) {
     drop(child);
     outer.remove(seconds(5)).unwrap();
     assert!(Cgroup::open(&place.cgroup.join("outer")).unwrap().is_none());
+}
+
+fn unmount_answers_ok_while_a_copy_lives_and_the_watch_waits(place: &Place) {
+    let (session, key) = (Session::new(place), SessionId::fresh());
+    let watch = UnmountWatch::new().unwrap();
+    let mounted = session.mount();
+    watch.watch(&mounted.root, key).unwrap();
+    assert_eq!(overlay::unmount(&session.spec.target).unwrap(), Unmount::Busy, "our own root");
+    drop(mounted);
+    let copy = overlay::clone_tree(&session.spec.target).unwrap();
+    assert_eq!(overlay::unmount(&session.spec.target).unwrap(), Unmount::Done);
+    let short = Duration::from_millis(30);
+    assert_eq!(watch.wait_gone(key, short).unwrap(), Gone::StillAlive);
+    assert!(watch.is_watched(key));
+    drop(copy);
+    let Gone::Gone(proof) = watch.wait_gone(key, seconds(5)).unwrap() else { panic!("alive") };
+    assert_eq!(proof.answer, "IN_UNMOUNT");
+    assert!(!watch.is_watched(key));
+    watch.forget(key);
+    assert_eq!(watch.wait_gone(key, Duration::ZERO).unwrap(), Gone::StillAlive);
+}
+
+/// A child with a copy of the mount namespace.
+fn child_elsewhere(cgroup: Option<&Cgroup>) -> Child {
+    Child::start(cgroup, || ns::unshare_mounts_private().unwrap())
+}
+
+fn a_copy_in_another_namespace_keeps_it_alive(place: &Place) {
+    let (session, key) = (Session::new(place), SessionId::fresh());
+    let watch = UnmountWatch::new().unwrap();
+    watch.watch(&session.mount().root, key).unwrap();
+    let child = child_elsewhere(None);
+    assert_eq!(overlay::unmount(&session.spec.target).unwrap(), Unmount::Done);
+    assert_eq!(watch.wait_gone(key, Duration::from_millis(30)).unwrap(), Gone::StillAlive);
+    drop(child);
+    assert!(matches!(watch.wait_gone(key, seconds(5)).unwrap(), Gone::Gone(_)));
+}
+
+fn the_index_probe_tells_alive_from_dead_and_leaves_nothing(place: &Place) {
+    let session = Session::new(place);
+    let (upper, target) = (&session.spec.upper, &session.spec.target);
+    let scratch = upper.parent().unwrap();
+    drop(session.mount());
+    std::fs::write(session.merged("f"), b"x").unwrap();
+    let upper_dir = walk::Dir::open(upper).unwrap();
+    let before = upper_dir.own_xattrs().unwrap();
+    assert_eq!(gone::index_probe(upper, scratch).unwrap(), Probe::Alive);
+    let copy = overlay::clone_tree(target).unwrap();
+    overlay::unmount(target).unwrap();
+    assert_eq!(gone::index_probe(upper, scratch).unwrap(), Probe::Alive, "a copy lives");
+    drop(copy);
+    for _ in 0..2 {
+        let answer = gone::index_probe(upper, scratch).unwrap();
+        assert!(matches!(answer, Probe::Dead(_)), "{answer:?}");
+    }
+    assert_eq!(upper_dir.own_xattrs().unwrap(), before, "xattrs of the probe stayed");
+    assert_eq!(std::fs::read_dir(scratch).unwrap().count(), 3, "the probe left something");
+    // And the upper can be mounted again as before.
+    drop(session.mount());
+    assert_eq!(std::fs::read(session.merged("f")).unwrap(), b"x");
+}
+
+fn a_second_mount_of_an_upper_is_allowed_without_index(place: &Place) {
+    let session = Session::new(place);
+    let first = session.mount();
+    let second = place.dir.join("second");
+    std::fs::create_dir(&second).unwrap();
+    let spec = Spec { target: second, ..session.spec.clone() };
+    let second = overlay::mount(&spec).unwrap();
+    assert_ne!(first.s_dev, second.s_dev, "the kernel does not protect an upper");
+}
+
+fn the_events_watch_sees_thaws_and_emptied_cgroups(place: &Place) {
+    let events = CgroupEvents::new().unwrap();
+    let (a, b) = (SessionId::from_u128(1), SessionId::from_u128(2));
+    let make = |name| Cgroup::create(&place.cgroup.join(name)).unwrap();
+    let (first, second) = (make("first"), make("second"));
+    events.add(a, &first).unwrap();
+    events.add(b, &second).unwrap();
+    let woken = || {
+        let until = Some(clock::now().plus(seconds(2)));
+        assert!(events.wait(until).unwrap(), "no event came");
+        events.woken().unwrap()
+    };
+    let child = Child::start(Some(&first), || {});
+    assert_eq!(woken(), [a], "populated");
+    proved(first.freeze(seconds(2)).unwrap());
+    assert_eq!(woken(), [a], "frozen");
+    // Somebody else thaws it.
+    std::fs::write(first.path().join("cgroup.freeze"), "0").unwrap();
+    assert_eq!(woken(), [a], "thawed");
+    assert!(!first.state().unwrap().is_frozen());
+    drop(child);
+    assert_eq!(woken(), [a], "emptied");
+    assert!(!first.state().unwrap().populated);
+    events.remove(a);
+    assert_eq!(events.woken().unwrap(), []);
+    let _child = Child::start(Some(&first), || {});
+    assert!(!events.wait(Some(clock::now().plus(Duration::from_millis(30)))).unwrap());
+    assert_eq!(events.woken().unwrap(), []);
+}
+
+fn holders_of(session: &Session, mounted: &Mounted, place: &Place, wanted: Wanted) -> Vec<Holder> {
+    let root = cgroup::find_root().unwrap();
+    let inside = Path::new("/").join(place.cgroup.strip_prefix(root).unwrap());
+    let question = Question {
+        s_dev: mounted.s_dev,
+        upper: &session.spec.upper,
+        target: &session.spec.target,
+        cgroup: &inside,
+    };
+    holders::find(&question, wanted).unwrap()
+}
+
+fn writers_are_named_by_descriptor_and_mapping(place: &Place) {
+    let (session, cgroup) = (Session::new(place), sealed(place));
+    let mounted = session.mount();
+    std::fs::write(session.merged("m"), [0; 4096]).unwrap();
+    let _reader = std::fs::File::open(session.merged("from-0")).unwrap();
+    assert_eq!(holders_of(&session, &mounted, place, Wanted::Writers), []);
+    let inside = Child::start(Some(&cgroup), || {
+        std::mem::forget(std::fs::File::create(session.merged("f")).unwrap());
+    });
+    let outside = Child::start(None, || map_shared(&session.merged("m")));
+    let mut found = holders_of(&session, &mounted, place, Wanted::Writers);
+    found.sort_by_key(|h| h.how.clone());
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert_eq!((&*found[0].how, found[0].pid, found[0].inside), ("descriptor", inside.pid(), true));
+    assert_eq!(found[0].what, session.merged("f").display().to_string());
+    assert_eq!((&*found[1].how, found[1].pid, found[1].inside), ("mapping", outside.pid(), false));
+    let all = holders_of(&session, &mounted, place, Wanted::All);
+    assert!(all.len() > found.len(), "readers and our own root: {all:?}");
+}
+
+fn holders_in_other_namespaces_are_named(place: &Place) {
+    let session = Session::new(place);
+    let mounted = session.mount();
+    let cwd = |child: &Child, found: &[Holder], how: &str| {
+        found.iter().filter(|h| h.pid == child.pid() && h.how == how).count()
+    };
+    let elsewhere = child_elsewhere(None);
+    let within = Child::start(None, || std::env::set_current_dir(&session.spec.target).unwrap());
+    let found = holders_of(&session, &mounted, place, Wanted::All);
+    assert_eq!(cwd(&elsewhere, &found, "mount"), 1, "{found:?}");
+    assert_eq!(cwd(&within, &found, "cwd"), 1, "{found:?}");
+    assert_eq!(holders_of(&session, &mounted, place, Wanted::Writers), []);
+}
+
+fn deadline(n: u64, cgroup: &Path) -> Deadline {
+    Deadline {
+        session: SessionId::from_u128(n.into()),
+        generation: Generation(n),
+        deadline: clock::now(),
+        cgroup: cgroup.to_owned(),
+    }
+}
+
+fn deadlines_are_read_by_another_process(place: &Place) {
+    let path = place.dir.join("deadlines");
+    assert!(Snapshot::open(&path).unwrap().is_none());
+    let mut table = Table::create_or_open(&path).unwrap();
+    let (asks, tells) = (rustix::pipe::pipe().unwrap(), rustix::pipe::pipe().unwrap());
+    // The other process maps the file before anything is in it and counts entries when asked.
+    let _keeper = Child::run(None, || {
+        let snapshot = Snapshot::open(&path).unwrap().unwrap();
+        assert_eq!(snapshot.boot(), Some(clock::boot_id().unwrap()));
+        let (asks, tells) = (&asks.0, &tells.1);
+        move || {
+            while rustix::io::read(asks, &mut [0u8; 1]) == Ok(1) {
+                let valid = |e: &Entry| matches!(e, Entry::Valid(d) if d.generation.0 > 1);
+                let count = snapshot.iter().filter(valid).count();
+                rustix::io::write(tells, &[u8::try_from(count).unwrap()]).unwrap();
+            }
+        }
+    });
+    let seen = || {
+        rustix::io::write(&asks.1, b"?").unwrap();
+        let mut count = [0u8];
+        rustix::io::read(&tells.0, &mut count).unwrap();
+        count[0]
+    };
+    assert_eq!(seen(), 0);
+    table.set(&deadline(1, &place.cgroup)).unwrap();
+    table.set(&deadline(2, &place.cgroup)).unwrap();
+    assert_eq!(seen(), 1);
+    table.set(&Deadline { generation: Generation(9), ..deadline(1, &place.cgroup) }).unwrap();
+    assert_eq!(seen(), 2);
+    table.remove(SessionId::from_u128(2)).unwrap();
+    assert_eq!(seen(), 1);
+    let size = std::fs::metadata(&path).unwrap();
+    assert!(size.blocks() * 512 < 64 * 1024, "not sparse: {} blocks", size.blocks());
+}
+
+fn a_deadline_file_has_one_writer_and_survives_it(place: &Place) {
+    let path = place.dir.join("deadlines");
+    let mut table = Table::create_or_open(&path).unwrap();
+    let first = deadline(1, &place.cgroup);
+    table.set(&first).unwrap();
+    let second = Table::create_or_open(&path).err().unwrap();
+    assert_eq!(second.errno(), Some(Errno::WOULDBLOCK));
+    let snapshot = Snapshot::open(&path).unwrap().unwrap();
+    drop(table);
+    let mut table = Table::create_or_open(&path).unwrap();
+    assert_eq!(table.entries().collect::<Vec<_>>(), [Entry::Valid(first.clone())]);
+    assert!(snapshot.is_current());
+    // Both slots of the entry torn: taken as passed, until the agent clears it.
+    table.set(&first).unwrap();
+    use std::os::unix::fs::FileExt as _;
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    for slot in [4096, 4096 + 384] {
+        file.write_all_at(&[0xff], slot + 8).unwrap();
+    }
+    let torn = Entry::Torn { index: 0, cgroup: Some(place.cgroup.clone()) };
+    assert_eq!(snapshot.iter().collect::<Vec<_>>(), [torn]);
+    assert_eq!(table.clear_torn().unwrap(), 1);
+    assert_eq!(snapshot.iter().count(), 0);
+    // A header that is not ours: a new file takes its place, the mapped one stays whole.
+    file.write_all_at(b"x", 0).unwrap();
+    drop(table);
+    let table = Table::create_or_open(&path).unwrap();
+    assert_eq!(table.entries().count(), 0);
+    assert!(!snapshot.is_current());
+    assert_eq!(snapshot.iter().count(), 0);
+}
+
+fn a_cell_has_no_session_in_it(place: &Place) {
+    let session = Session::new(place);
+    let s_dev = session.mount().s_dev;
+    let pin = place.dir.join("cell");
+    assert!(ns::open_cell(&pin).unwrap().is_none());
+    let cell = ns::make_cell(&pin, &place.dir).unwrap();
+    let again = ns::make_cell(&pin, &place.dir).unwrap();
+    let inode = |fd: &OwnedFd| walk::stat_fd(fd).unwrap().ino;
+    assert_eq!(inode(&cell), inode(&again), "a cell that is there stays");
+    drop((cell, again));
+    let cell = ns::open_cell(&pin).unwrap().unwrap();
+    let shown = || mountinfo::read(None).unwrap().iter().any(|m| m.dev == s_dev);
+    assert!(shown());
+    // A clone goes into the cell's copy, and the session's mount namespace keeps its own.
+    let clone = overlay::clone_tree(&session.spec.target).unwrap();
+    std::thread::scope(|scope| {
+        let inside = || {
+            ns::enter(cell.as_fd()).unwrap();
+            ns::unshare_mounts_private().unwrap();
+            assert!(!shown(), "the cell holds a session");
+            overlay::attach(&clone, &session.spec.target).unwrap();
+            std::fs::write(session.merged("from-the-cell"), b"x").unwrap();
+            assert!(shown());
+        };
+        scope.spawn(inside).join().unwrap();
+    });
+    assert!(session.upper("from-the-cell").exists());
+    drop(cell);
+    ns::drop_cell(&pin).unwrap();
+    ns::drop_cell(&pin).unwrap();
+    assert!(ns::open_cell(&pin).unwrap().is_none());
+}
+
+fn the_doctor_finds_what_this_suite_needs_and_leaves_nothing(place: &Place) {
+    let mounts = mountinfo::read(None).unwrap().len();
+    let answers = doctor::ask(&place.dir, &place.cgroup);
+    for answer in &answers {
+        println!("{answer:?}");
+        assert!(answer.ok || !answer.needed, "{answer:?}");
+        assert!(!answer.detail.is_empty(), "{answer:?}");
+    }
+    assert!(answers.len() > 12);
+    assert_eq!(std::fs::read_dir(&place.dir).unwrap().count(), 0, "the doctor left something");
+    assert_eq!(mountinfo::read(None).unwrap().len(), mounts);
+    let nested = std::fs::read_dir(&place.cgroup).unwrap();
+    assert_eq!(nested.flatten().filter(|e| e.path().is_dir()).count(), 0);
+    // Where nothing can be made, it says so instead of failing.
+    let refused = doctor::ask(Path::new("/proc"), Path::new("/proc"));
+    assert!(refused.iter().any(|a| a.needed && !a.ok), "{refused:?}");
+}
+
+fn all_namespaces_of_a_process_are_joined_at_once(_place: &Place) {
+    use nix::sched::CloneFlags;
+    let kinds = ["mnt", "uts", "ipc", "net", "cgroup"];
+    let namespaces =
+        |pid: &str| kinds.map(|kind| std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).unwrap());
+    let init = Child::start(None, || {
+        let flags = CloneFlags::CLONE_NEWNS
+            | CloneFlags::CLONE_NEWUTS
+            | CloneFlags::CLONE_NEWIPC
+            | CloneFlags::CLONE_NEWNET
+            | CloneFlags::CLONE_NEWCGROUP;
+        nix::sched::unshare(flags).unwrap();
+    });
+    let pidfd = ns::pidfd(init.pid()).unwrap();
+    let joined = Child::start(None, || ns::join(&pidfd, false).unwrap());
+    let (theirs, now) =
+        (namespaces(&init.pid().to_string()), namespaces(&joined.pid().to_string()));
+    assert_eq!(theirs, now);
+    let ours = namespaces("self");
+    assert!(ours.iter().zip(&now).all(|(a, b)| a != b), "{ours:?} {now:?}");
 }

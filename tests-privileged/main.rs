@@ -5,13 +5,16 @@
 //! processes are killed through the cgroup, its mounts die with the namespace, and its directory
 //! is removed. Without root nothing runs and the suite says so loudly.
 
+mod confinement;
 mod host;
+mod room;
+mod workload;
 
 use host::Test;
 use libtest_mimic::{Arguments, Trial};
 
 fn all() -> Vec<(&'static str, Vec<Test>)> {
-    vec![]
+    vec![("confinement", confinement::tests()), ("workload", workload::tests())]
 }
 
 fn main() {

@@ -16,7 +16,7 @@ use rustix::fs::{FileType, Mode, OFlags, XattrFlags};
 use rustix::io::Errno;
 
 use super::walk::{self, Dir};
-use super::{At as _, Error, Result, blockers, clock, mountinfo};
+use super::{At as _, Error, Result, blockers, clock, fs_magic, mountinfo};
 use crate::failpoint;
 use crate::model::facts::{Blocker, Proof};
 use crate::model::head::Digest;
@@ -365,9 +365,8 @@ impl Cgroup {
 }
 
 fn is_cgroup2(dir: &OwnedFd) -> bool {
-    const CGROUP2_SUPER_MAGIC: i64 = 0x6367_7270;
-    // The type of f_type differs between architectures.
-    rustix::fs::fstatfs(dir).is_ok_and(|fs| fs.f_type as i64 == CGROUP2_SUPER_MAGIC)
+    const CGROUP2_SUPER_MAGIC: u64 = 0x6367_7270;
+    fs_magic(dir) == Ok(CGROUP2_SUPER_MAGIC)
 }
 
 fn parse_events(text: &[u8]) -> Option<(bool, bool)> {

@@ -9,9 +9,9 @@
 
 mod confinement;
 mod host;
+mod kernel_facts;
 mod main_job;
 mod rig;
-mod kernel_facts;
 mod room;
 mod upper;
 mod workload;

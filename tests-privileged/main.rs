@@ -5,10 +5,15 @@
 //! processes are killed through the cgroup, its mounts die with the namespace, and its directory
 //! is removed. Without root nothing runs and the suite says so loudly.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
+
 mod confinement;
 mod host;
 mod kernel_facts;
+mod main_job;
+mod rig;
 mod room;
+mod upper;
 mod workload;
 
 use host::Test;
@@ -16,8 +21,10 @@ use libtest_mimic::{Arguments, Trial};
 
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
-        ("confinement", confinement::tests()),
+        ("main_job", main_job::tests()),
         ("kernel_facts", kernel_facts::tests()),
+        ("upper", upper::tests()),
+        ("confinement", confinement::tests()),
         ("workload", workload::tests()),
     ]
 }

@@ -22,9 +22,9 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
+        ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("confinement", confinement::tests()),
-        ("kernel_facts", kernel_facts::tests()),
         ("workload", workload::tests()),
     ]
 }

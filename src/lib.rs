@@ -14,7 +14,10 @@ pub mod agent;
 pub mod api;
 pub mod authority;
 pub mod cli;
+pub mod config;
 pub mod failpoint;
+#[cfg(test)]
+mod golden;
 pub mod keeper;
 pub mod kernel;
 pub mod model;

@@ -7,6 +7,7 @@
 
 mod confinement;
 mod host;
+mod kernel_facts;
 mod room;
 mod workload;
 
@@ -14,7 +15,11 @@ use host::Test;
 use libtest_mimic::{Arguments, Trial};
 
 fn all() -> Vec<(&'static str, Vec<Test>)> {
-    vec![("confinement", confinement::tests()), ("workload", workload::tests())]
+    vec![
+        ("confinement", confinement::tests()),
+        ("kernel_facts", kernel_facts::tests()),
+        ("workload", workload::tests()),
+    ]
 }
 
 fn main() {

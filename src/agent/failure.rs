@@ -61,3 +61,13 @@ impl std::fmt::Display for Caller {
         }
     }
 }
+
+impl Caller {
+    /// The caller's user name, or `uid-N`: who owns what they ask for without saying whose it is.
+    pub fn owner(&self) -> String {
+        nix::unistd::User::from_uid(self.uid.into())
+            .ok()
+            .flatten()
+            .map_or_else(|| format!("uid-{}", self.uid), |user| user.name)
+    }
+}

@@ -1,3 +1,39 @@
-//! (room being built)
+//! The executor: performs what `model::step` asks for and feeds back what the kernel and the
+//! authority answered. The reconciler, the timers, the watches and the API produce nothing but
+//! events.
+//!
+//! What runs here, and what each takes and gives:
+//!
+//! ```text
+//! deadlines (thread, real time)   earliest local deadline      -> freeze, LeaseLost
+//! watch     (thread)              cgroup.events of all sessions -> ForeignThaw
+//! renew     (task)                signs of life                 -> Renewed, RenewalMissed, LeaseLost
+//! sweep     (task)                every second and every 30 s   -> Tick, Witnessed, readmission by policy
+//! worker    (blocking, one a session while it has work)         effects -> their answers
+//! handle    (any task)            requests of the API           -> wishes
+//! ```
+//!
+//! It may use authority, store, upper, kernel, model, and the types by which the workload room is
+//! told where to place a command.
 
+mod deadlines;
+mod effects;
 pub mod failure;
+pub mod handle;
+mod host;
+mod metrics;
+mod open;
+mod paths;
+mod recover;
+mod renew;
+mod show;
+mod slot;
+mod start;
+mod sweep;
+mod view;
+mod watch;
+
+pub use handle::{Agent, Sign};
+pub use host::SessionSocket;
+pub use start::{StartError, start};
+pub use view::selected;

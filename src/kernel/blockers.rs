@@ -28,10 +28,10 @@ fn threads(pid: u32) -> Vec<Blocker> {
         .collect()
 }
 
-/// A task in the freezer's trap sleeps there. Where wchan is not readable ("0"), nobody is taken
-/// for frozen.
+/// A frozen task sleeps in the freezer's trap, which compilers fold into get_signal; a stopped or
+/// traced one is in state T or t there. Where wchan is not readable ("0"), nobody is taken for frozen.
 fn is_frozen(blocker: &Blocker) -> bool {
-    blocker.wchan == "do_freezer_trap"
+    blocker.state == "S" && ["do_freezer_trap", "get_signal"].contains(&&*blocker.wchan)
 }
 
 /// Name and state of /proc/PID/stat; the name may hold spaces and parentheses.

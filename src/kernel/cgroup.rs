@@ -16,7 +16,7 @@ use rustix::fs::{FileType, Mode, OFlags, XattrFlags};
 use rustix::io::Errno;
 
 use super::walk::{self, Dir};
-use super::{At as _, Error, Result, blockers, clock, mountinfo};
+use super::{At as _, Error, Result, blockers, clock, fs_magic, mountinfo};
 use crate::failpoint;
 use crate::model::facts::{Blocker, Proof};
 use crate::model::head::Digest;
@@ -189,7 +189,7 @@ impl Cgroup {
         let until = clock::now().plus(patience);
         loop {
             match remove_below(&self.path) {
-                Ok(()) | Err(Errno::NOENT) => break,
+                Ok(()) => break,
                 Err(Errno::BUSY | Errno::NOTEMPTY) if clock::now() < until => {
                     clock::sleep_until(clock::now().plus(Duration::from_millis(1)));
                 }
@@ -253,7 +253,7 @@ impl Cgroup {
 
     /// What the kernel says now.
     pub fn state(&self) -> Result<CgroupState> {
-        let mut buffer = [0; 64];
+        let mut buffer = [0; 256];
         let len = rustix::io::pread(&self.events, &mut buffer, 0)
             .at("read cgroup.events of", &self.path)?;
         let (populated, frozen) = parse_events(&buffer[..len]).ok_or_else(|| Error::Garbled {
@@ -365,9 +365,8 @@ impl Cgroup {
 }
 
 fn is_cgroup2(dir: &OwnedFd) -> bool {
-    const CGROUP2_SUPER_MAGIC: i64 = 0x6367_7270;
-    // The type of f_type differs between architectures.
-    rustix::fs::fstatfs(dir).is_ok_and(|fs| fs.f_type as i64 == CGROUP2_SUPER_MAGIC)
+    const CGROUP2_SUPER_MAGIC: u64 = 0x6367_7270;
+    fs_magic(dir) == Ok(CGROUP2_SUPER_MAGIC)
 }
 
 fn parse_events(text: &[u8]) -> Option<(bool, bool)> {
@@ -405,16 +404,16 @@ fn collect_procs(dir: &Dir, pids: &mut Vec<u32>) -> Result<()> {
     Ok(())
 }
 
+/// Removes a cgroup after those nested in it; one that is gone already is fine.
 fn remove_below(path: &Path) -> rustix::io::Result<()> {
-    let dir = match Dir::open(path) {
-        Ok(dir) => dir,
-        Err(e) => return Err(e.errno().unwrap_or(Errno::IO)),
-    };
-    let entries = dir.sorted().map_err(|e| e.errno().unwrap_or(Errno::IO))?;
-    for entry in entries.iter().filter(|e| e.kind == FileType::Directory) {
-        remove_below(&path.join(&entry.name))?;
-    }
-    rustix::fs::rmdir(path)
+    let errno = |e: Error| e.errno().unwrap_or(Errno::IO);
+    let answer = Dir::open(path).and_then(|dir| dir.sorted()).map_err(errno).and_then(|entries| {
+        for entry in entries.iter().filter(|e| e.kind == FileType::Directory) {
+            remove_below(&path.join(&entry.name))?;
+        }
+        rustix::fs::rmdir(path)
+    });
+    if answer == Err(Errno::NOENT) { Ok(()) } else { answer }
 }
 
 #[cfg(test)]

@@ -115,11 +115,7 @@ pub(crate) fn with_layers_mapped<T: Send>(
         work()
     };
     std::thread::scope(|scope| scope.spawn(run).join()).unwrap_or_else(|_| {
-        Err(Error::Call {
-            op: "finish the thread that mounts",
-            path: PathBuf::from("mapped layers"),
-            source: Errno::CANCELED,
-        })
+        Err(Errno::CANCELED).at("finish the thread that mounts", "mapped layers")
     })
 }
 

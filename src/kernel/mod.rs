@@ -26,11 +26,17 @@ use rustix::io::Errno;
 pub mod blockers;
 pub mod cgroup;
 pub mod clock;
+pub mod deadlines;
+pub mod doctor;
+pub mod events;
+pub mod gone;
+pub mod holders;
 pub mod idmap;
 pub mod launch;
 pub mod mountinfo;
 pub mod ns;
 pub mod overlay;
+mod slots;
 pub mod walk;
 
 /// What the kernel refused, or what it answered that cannot be worked with.
@@ -155,4 +161,10 @@ impl<T> At<T> for std::io::Result<T> {
 pub(crate) fn proc_path(fd: impl std::os::fd::AsFd) -> PathBuf {
     use std::os::fd::AsRawFd as _;
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))
+}
+
+/// The magic number of the file system that `fd` is on; all of them have 32 bits, while the width
+/// and sign of the kernel's field differ between architectures.
+pub(crate) fn fs_magic(fd: impl std::os::fd::AsFd) -> rustix::io::Result<u64> {
+    rustix::fs::fstatfs(fd).map(|fs| fs.f_type as u64 & 0xffff_ffff)
 }

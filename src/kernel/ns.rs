@@ -12,9 +12,9 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountPropagationFlags, UnmountFlags};
 use rustix::process::{Pid, PidfdFlags};
-use rustix::thread::{LinkNameSpaceType, ThreadNameSpaceType};
+use rustix::thread::{CpuSet, LinkNameSpaceType, ThreadNameSpaceType};
 
-use super::{At as _, Error, Result, mountinfo, proc_path};
+use super::{At as _, Result, fs_magic, mountinfo, proc_path};
 use crate::failpoint;
 
 /// File-system magic of namespace files.
@@ -37,7 +37,35 @@ pub fn make_cell(pin: &Path, drop_below: &Path) -> Result<OwnedFd> {
     if let Some(cell) = open_cell(pin)? {
         return Ok(cell);
     }
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::open(pin, flags, Mode::from_raw_mode(0o600)).at("make the pin", pin)?;
+    // A namespace can be pinned only in one with a lower id (EINVAL else), which rules out loops.
+    // Newer kernels (6.18) hand out ids by CPU, in batches: a copy made later on another CPU can
+    // have a lower one. On the CPU that made ours it has a higher one, so each is tried.
+    let all = rustix::thread::sched_getaffinity(None).at("read", "the CPU affinity")?;
+    let each = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_set(*cpu)).map(Some);
+    for cpu in std::iter::once(None).chain(each) {
+        let cell = copy_without(drop_below, cpu)?;
+        failpoint::hit("kernel.cell.before");
+        match rustix::mount::mount_bind(proc_path(&cell), pin) {
+            Err(Errno::INVAL) => {}
+            answer => {
+                failpoint::hit("kernel.cell.after");
+                return answer.at("pin the cell at", pin).map(|()| cell);
+            }
+        }
+    }
+    Err(Errno::INVAL).at("pin the cell at", pin)
+}
+
+/// A copy of the mount namespace, made by a thread of its own (on one CPU, if given).
+fn copy_without(drop_below: &Path, cpu: Option<usize>) -> Result<OwnedFd> {
     let copy = || {
+        if let Some(cpu) = cpu {
+            let mut only = CpuSet::new();
+            only.set(cpu);
+            rustix::thread::sched_setaffinity(None, &only).at("move to", format!("CPU {cpu}"))?;
+        }
         unshare_mounts_private()?;
         for mount in mountinfo::below(mountinfo::read(None)?, drop_below) {
             if mount.point != drop_below {
@@ -49,19 +77,8 @@ pub fn make_cell(pin: &Path, drop_below: &Path) -> Result<OwnedFd> {
         let own = "/proc/thread-self/ns/mnt";
         std::fs::File::open(own).map(OwnedFd::from).at("open", own)
     };
-    let cell = std::thread::scope(|scope| scope.spawn(copy).join()).unwrap_or_else(|_| {
-        Err(Error::Call {
-            op: "finish the thread that makes",
-            path: PathBuf::from("the cell"),
-            source: Errno::CANCELED,
-        })
-    })?;
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    rustix::fs::open(pin, flags, Mode::from_raw_mode(0o600)).at("make the pin", pin)?;
-    failpoint::hit("kernel.cell.before");
-    rustix::mount::mount_bind(proc_path(&cell), pin).at("pin the cell at", pin)?;
-    failpoint::hit("kernel.cell.after");
-    Ok(cell)
+    std::thread::scope(|scope| scope.spawn(copy).join())
+        .unwrap_or_else(|_| Err(Errno::CANCELED).at("finish the thread that makes", "the cell"))
 }
 
 /// The cell pinned at `pin`, `None` if none is.
@@ -71,7 +88,7 @@ pub fn open_cell(pin: &Path) -> Result<Option<OwnedFd>> {
         Err(Errno::NOENT) => return Ok(None),
         answer => answer.at("open the cell at", pin)?,
     };
-    let magic = rustix::fs::fstatfs(&fd).at("statfs", pin)?.f_type as u64;
+    let magic = fs_magic(&fd).at("statfs", pin)?;
     Ok((magic == NSFS).then_some(fd))
 }
 

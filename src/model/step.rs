@@ -231,8 +231,6 @@ pub enum Event {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "effect", rename_all = "snake_case")]
 pub enum Effect {
-    /// Make mount, cgroup and ticket.
-    Build,
     /// Stamp, `freeze=1`, re-read.
     Freeze {
         /// The stamp.
@@ -292,7 +290,7 @@ impl Effect {
             | Self::Remove
             | Self::ReadWrite
             | Self::Thaw => true,
-            Self::Build | Self::Freeze { .. } | Self::ReadOnly | Self::Capture | Self::Show => {
+            Self::Freeze { .. } | Self::ReadOnly | Self::Capture | Self::Show => {
                 false
             }
         }
@@ -301,7 +299,6 @@ impl Effect {
     /// Its name in failpoints, metrics and messages.
     pub const fn name(&self) -> &'static str {
         match self {
-            Self::Build => "build",
             Self::Freeze { .. } => "freeze",
             Self::Thaw => "thaw",
             Self::ReadOnly => "read_only",

@@ -362,3 +362,129 @@ pub fn import(path: &Path, store: &LayerStore) -> Result<Bundle> {
     store.import(reader.layer(&info)?, info.diff_id, info.size_uncompressed)?;
     Ok(bundle)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::round_trip::capture_dir;
+    use super::*;
+    use crate::model::ids::Version;
+
+    struct Case {
+        tmp: tempfile::TempDir,
+        store: LayerStore,
+        layer: Digest,
+    }
+
+    fn case() -> Case {
+        let tmp = tempfile::tempdir().unwrap();
+        let source = tmp.path().join("source");
+        std::fs::create_dir(&source).unwrap();
+        std::fs::write(source.join("file"), b"unpublished bytes").unwrap();
+        let store = LayerStore::open(&tmp.path().join("layers")).unwrap();
+        let layer = capture_dir(&source, &store).unwrap().diff_id;
+        Case { tmp, store, layer }
+    }
+
+    fn provenance() -> Provenance {
+        Provenance {
+            workspace: "team/repo".parse().unwrap(),
+            session: SessionId::from_u128(1),
+            lease: LeaseId::from_u128(2),
+            generation: Generation(7),
+            host: HostId::from_u128(3),
+            base: Head(vec![Digest([1; 32])]),
+            expected: HeadAt { version: Version(4), head: Head(vec![Digest([1; 32])]) },
+            reason: "expired \u{2014} \"quoted\"\n".to_owned(),
+            opened_at: jiff::Timestamp::from_second(1_700_000_000).unwrap(),
+            lease_ended_at: None,
+            exported_at: jiff::Timestamp::from_second(1_700_000_100).unwrap(),
+            statement: STATEMENT.to_owned(),
+            stable: true,
+            evidence: serde_json::json!([{"seq": 1, "hash": "ab"}]),
+        }
+    }
+
+    #[test]
+    fn a_bundle_reads_back_what_was_put_in() {
+        let case = case();
+        let dest = case.tmp.path().join("bundle");
+        let made = export(&case.store, case.layer, &provenance(), &dest).unwrap();
+        assert_eq!(inspect(&dest).unwrap(), made);
+        assert_eq!(verify(&dest).unwrap(), made);
+        assert_eq!(made.provenance, provenance());
+        let other = LayerStore::open(&case.tmp.path().join("other")).unwrap();
+        import(&dest, &other).unwrap();
+        assert_eq!(other.list().unwrap(), [case.layer]);
+        let error = export(&case.store, case.layer, &provenance(), &dest).unwrap_err();
+        assert!(matches!(error, Error::Exists { .. }));
+        let names: Vec<_> = std::fs::read_dir(case.tmp.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .filter(|n| n.to_string_lossy().starts_with('.'))
+            .collect();
+        assert!(names.is_empty(), "left behind: {names:?}");
+    }
+
+    #[test]
+    fn any_flipped_byte_of_any_blob_is_noticed() {
+        let case = case();
+        let dest = case.tmp.path().join("bundle");
+        let made = export(&case.store, case.layer, &provenance(), &dest).unwrap();
+        let blobs = dest.join("blobs/sha256");
+        let mut tried = 0;
+        for entry in std::fs::read_dir(&blobs).unwrap() {
+            let path = entry.unwrap().path();
+            let good = std::fs::read(&path).unwrap();
+            for at in 0..good.len() {
+                let mut bad = good.clone();
+                bad[at] ^= 0x20;
+                std::fs::write(&path, bad).unwrap();
+                assert!(verify(&dest).is_err(), "byte {at} of {}", path.display());
+                tried += 1;
+            }
+            std::fs::write(&path, [&good[..], b" "].concat()).unwrap();
+            assert!(verify(&dest).is_err(), "a byte more in {}", path.display());
+            std::fs::write(&path, &good[..good.len() - 1]).unwrap();
+            assert!(verify(&dest).is_err(), "a byte less in {}", path.display());
+            std::fs::write(&path, good).unwrap();
+        }
+        assert!(tried > 1000, "only {tried} bytes");
+        assert_eq!(verify(&dest).unwrap(), made);
+    }
+
+    #[test]
+    fn a_bundle_cannot_point_elsewhere_or_at_too_much() {
+        let case = case();
+        let dest = case.tmp.path().join("bundle");
+        let made = export(&case.store, case.layer, &provenance(), &dest).unwrap();
+        let blob = dest.join("blobs/sha256").join(made.layer.blob_digest.hex());
+        let away = case.tmp.path().join("away");
+        std::fs::rename(&blob, &away).unwrap();
+        std::os::unix::fs::symlink(&away, &blob).unwrap();
+        assert!(verify(&dest).is_err(), "a symlink was followed");
+        std::fs::remove_file(&blob).unwrap();
+        assert!(verify(&dest).is_err(), "the layer is missing");
+        std::fs::rename(&away, &blob).unwrap();
+        verify(&dest).unwrap();
+        let index = dest.join("index.json");
+        let good = std::fs::read(&index).unwrap();
+        let long = [&good[..], &vec![b' '; MAX_JSON as usize][..]].concat();
+        for bad in [&b"{}"[..], b"", b"{\"schemaVersion\":2,\"manifests\":[]}", &long] {
+            std::fs::write(&index, bad).unwrap();
+            assert!(matches!(inspect(&dest), Err(Error::Bundle { .. })));
+        }
+    }
+
+    #[test]
+    fn an_unknown_layer_or_too_much_evidence_leaves_nothing() {
+        let case = case();
+        let dest = case.tmp.path().join("bundle");
+        let error = export(&case.store, Digest([9; 32]), &provenance(), &dest).unwrap_err();
+        assert!(matches!(error, Error::NoLayer(_)));
+        let evidence = serde_json::Value::String("x".repeat(MAX_JSON as usize));
+        let fat = Provenance { evidence, ..provenance() };
+        assert!(export(&case.store, case.layer, &fat, &dest).is_err());
+        let left = std::fs::read_dir(case.tmp.path()).unwrap().count();
+        assert_eq!(left, 2, "source and layers alone stay");
+    }
+}

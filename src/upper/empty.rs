@@ -15,7 +15,7 @@ use crate::kernel::walk::Dir;
 
 /// Subdirectories listed at once before going into them: bounds memory in deep trees, and how
 /// often a wide directory is listed again.
-const BATCH: usize = 64;
+pub(super) const BATCH: usize = 64;
 
 /// A directory on the way down.
 struct Level {

@@ -218,7 +218,7 @@ fn stamp(info: &Info) -> (u64, i64, u32, i64, u32) {
     (info.size, info.mtime_s, info.mtime_ns, info.ctime_s, info.ctime_ns)
 }
 
-fn meta_of(change: &Change) -> Meta {
+pub(super) fn meta_of(change: &Change) -> Meta {
     let info = &change.info;
     Meta {
         mode: info.mode,
@@ -340,5 +340,50 @@ impl Write for Sink<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         self.inner.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd as _;
+
+    /// Packs the file `f` whose description was read before `meddle` ran.
+    fn pack(writers: Writers, meddle: impl FnOnce(&std::path::Path)) -> (Result<()>, Tally) {
+        let tmp = tempfile::tempdir().unwrap();
+        let path = tmp.path().join("f");
+        std::fs::write(&path, b"0123456789").unwrap();
+        let top = File::open(tmp.path()).unwrap();
+        let mut changes = Changes::new(top.as_fd(), Format::Trusted).unwrap();
+        let change = changes.nth(1).unwrap().unwrap();
+        meddle(&path);
+        let file = changes.here().open_file("f".as_ref()).unwrap();
+        let mut tally = Tally::default();
+        let out = Writer::new(io::sink());
+        let mut pack = Pack { out, plain: false, writers, tally: &mut tally };
+        let outcome = pack.file(&change, file, &meta_of(&change));
+        (outcome, tally)
+    }
+
+    #[test]
+    fn a_file_that_changes_while_it_is_read_is_noticed() {
+        // The time is set by hand: before Linux 6.13 two writes in one tick look the same.
+        let rewrite = |p: &std::path::Path| {
+            std::fs::write(p, b"9876543210").unwrap();
+            super::super::round_trip::touch(p, 5, 5);
+        };
+        let cut = |p: &std::path::Path| std::fs::write(p, b"012").unwrap();
+        let replace = |p: &std::path::Path| {
+            std::fs::rename(p, p.with_extension("old")).unwrap();
+            std::fs::write(p, b"0123456789").unwrap();
+        };
+        assert!(pack(Writers::Running, |_| ()).0.is_ok());
+        assert!(matches!(pack(Writers::Running, rewrite).0, Err(Error::Changed { .. })));
+        let (outcome, tally) = pack(Writers::Frozen, rewrite);
+        assert!(outcome.is_ok() && tally.changed == 1, "{outcome:?}");
+        for writers in [Writers::Running, Writers::Frozen] {
+            assert!(matches!(pack(writers, cut).0, Err(Error::Changed { .. })));
+            assert!(matches!(pack(writers, replace).0, Err(Error::Changed { .. })));
+        }
     }
 }

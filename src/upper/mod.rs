@@ -32,12 +32,15 @@ pub mod changes;
 mod empty;
 pub mod layer;
 pub mod remove;
+#[cfg(test)]
+mod round_trip;
 pub mod store;
 mod tarfmt;
 mod tree;
 mod unpack;
 
 pub use tarfmt::fuzz_entries;
+pub use unpack::copy_top;
 
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};

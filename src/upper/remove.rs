@@ -21,6 +21,7 @@ use super::store::write_durable;
 use super::tree::reopen;
 use super::{At as _, Error, Result, Shown, sync_dir};
 use crate::failpoint;
+use crate::kernel::mountinfo;
 use crate::kernel::walk::Dir;
 use crate::model::facts::{Fact, Facts};
 use crate::model::ids::SessionId;
@@ -216,40 +217,12 @@ fn check_marker(dir: &Dir, id: SessionId) -> Result<()> {
 /// seen; the walk does not cross them either.
 fn refuse_mounts_below(path: &Path) -> Result<()> {
     let real = path.canonicalize().at("resolve", path)?;
-    let text = std::fs::read("/proc/self/mountinfo").at("read", "/proc/self/mountinfo")?;
-    let found = mounts_below(&text, &real);
+    let found = mountinfo::below(mountinfo::read(None)?, &real);
     if found.is_empty() {
         return Ok(());
     }
-    let mounts: Vec<_> = found.iter().take(5).map(|m| Shown::bytes(m).to_string()).collect();
-    Err(Error::Mounted { path: Shown::from(path), mounts: mounts.join(", ") })
-}
-
-/// The mount points at or below `path`, from the text of a mountinfo file.
-pub fn mounts_below(mountinfo: &[u8], path: &Path) -> Vec<Vec<u8>> {
-    mountinfo
-        .split(|b| *b == b'\n')
-        .filter_map(|line| line.split(|b| *b == b' ').nth(4))
-        .map(unescape)
-        .filter(|point| Path::new(OsStr::from_bytes(point)).starts_with(path))
-        .collect()
-}
-
-/// Undoes mountinfo's octal escapes (`\040` for a blank).
-fn unescape(text: &[u8]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(text.len());
-    let mut rest = text;
-    while let [first, tail @ ..] = rest {
-        let (byte, tail) = match rest {
-            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', tail @ ..] => {
-                ((a - b'0') * 64 + (b - b'0') * 8 + (c - b'0'), tail)
-            }
-            _ => (*first, tail),
-        };
-        out.push(byte);
-        rest = tail;
-    }
-    out
+    let points: Vec<_> = found.iter().take(5).map(|m| Shown::from(&*m.point).to_string()).collect();
+    Err(Error::Mounted { path: Shown::from(path), mounts: points.join(", ") })
 }
 
 /// Removes a directory of our own making with all that is in it: a layer's tree, a temporary. The
@@ -264,4 +237,157 @@ pub(super) fn remove_tree(path: &Path) -> Result<Removed> {
     empty(above.child(name)?, None, &mut removed)?;
     unlink(&above, name, AtFlags::REMOVEDIR)?;
     Ok(removed)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::model::facts::Proof;
+    use crate::model::time::BootNs;
+    use rustix::fs::{Mode, OFlags};
+
+    /// Makes a chain of `levels` directories with a file at its end, by descriptor.
+    pub(in crate::upper) fn deepen(top: &Path, levels: usize, name: &str) {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let mut fd = rustix::fs::open(top, flags, Mode::empty()).unwrap();
+        for _ in 0..levels {
+            rustix::fs::mkdirat(&fd, name, Mode::from_raw_mode(0o755)).unwrap();
+            fd = rustix::fs::openat(&fd, name, flags, Mode::empty()).unwrap();
+        }
+        let flags = OFlags::WRONLY | OFlags::CREATE;
+        rustix::fs::openat(&fd, "file", flags, Mode::from_raw_mode(0o600)).unwrap();
+    }
+
+    fn gone(id: SessionId) -> ProvedGone {
+        let mut facts = Facts::default();
+        assert!(ProvedGone::from_facts(id, &facts).is_none(), "no proof, no token");
+        let proof =
+            Proof { asked: "watch".into(), answer: "died".into(), at: BootNs(1), took_us: 1 };
+        facts.prove(Fact::Killed, proof.clone());
+        assert!(ProvedGone::from_facts(id, &facts).is_none(), "killed is not gone");
+        facts.prove(Fact::Gone, proof);
+        ProvedGone::from_facts(id, &facts).unwrap()
+    }
+
+    struct Place {
+        _tmp: tempfile::TempDir,
+        sessions: PathBuf,
+        trash: PathBuf,
+        outside: PathBuf,
+    }
+
+    fn place() -> Place {
+        let tmp = tempfile::tempdir().unwrap();
+        let at = |name: &str| tmp.path().join(name);
+        let place = Place {
+            sessions: at("sessions"),
+            trash: at("trash"),
+            outside: at("outside"),
+            _tmp: tmp,
+        };
+        std::fs::create_dir(&place.sessions).unwrap();
+        std::fs::create_dir(&place.outside).unwrap();
+        std::fs::write(place.outside.join("precious"), b"kept").unwrap();
+        place
+    }
+
+    #[test]
+    fn a_session_directory_is_made_once() {
+        let place = place();
+        let id = SessionId::fresh();
+        let dirs = create(&place.sessions, id).unwrap();
+        assert_eq!(dirs, SessionDirs::of(&place.sessions, id));
+        let mode = |p: &Path| std::os::unix::fs::MetadataExt::mode(&p.metadata().unwrap()) & 0o7777;
+        let modes = [&dirs.root, &dirs.upper, &dirs.work, &dirs.merged, &dirs.run].map(|p| mode(p));
+        assert_eq!(modes, [0o700, 0o755, 0o700, 0o755, 0o755]);
+        assert!(matches!(create(&place.sessions, id), Err(Error::Exists { .. })));
+    }
+
+    #[test]
+    fn what_a_crash_in_create_left_is_swept_by_rmdir_only() {
+        let place = place();
+        let new = place.sessions.join(format!("{MAKING}{}", SessionId::fresh()));
+        std::fs::create_dir_all(new.join("upper")).unwrap();
+        std::fs::write(new.join(MARKER), b"half").unwrap();
+        assert_eq!(sweep_unfinished(&place.sessions).unwrap(), 1);
+        assert!(!new.exists());
+        std::fs::create_dir_all(new.join("upper/somebody's")).unwrap();
+        assert!(sweep_unfinished(&place.sessions).is_err());
+        assert!(new.join("upper/somebody's").exists());
+    }
+
+    #[test]
+    fn invariant_i6_deletion_stays_inside() {
+        let place = place();
+        let id = SessionId::fresh();
+        let dirs = create(&place.sessions, id).unwrap();
+        std::os::unix::fs::symlink(&place.outside, dirs.upper.join("dir")).unwrap();
+        std::os::unix::fs::symlink(place.outside.join("precious"), dirs.upper.join("f")).unwrap();
+        std::os::unix::fs::symlink("../../..", dirs.work.join("up")).unwrap();
+        std::fs::write(dirs.upper.join("a"), vec![1; 10_000]).unwrap();
+        std::fs::hard_link(dirs.upper.join("a"), dirs.upper.join("b")).unwrap();
+        std::fs::create_dir_all(dirs.upper.join("x/y/z")).unwrap();
+        let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
+        // 3 symlinks, 2 names, 3 directories; marker, upper, work, merged, run, the top.
+        assert_eq!(removed.entries, 3 + 2 + 3 + 6);
+        assert!(removed.bytes >= 10_000, "{removed:?}");
+        assert_eq!(std::fs::read(place.outside.join("precious")).unwrap(), b"kept");
+        assert!(std::fs::read_dir(&place.trash).unwrap().next().is_none());
+        assert!(std::fs::read_dir(&place.sessions).unwrap().next().is_none());
+    }
+
+    #[test]
+    fn nothing_without_its_marker_is_removed() {
+        let place = place();
+        let (id, other) = (SessionId::fresh(), SessionId::fresh());
+        let dirs = create(&place.sessions, id).unwrap();
+        let markers: [&dyn Fn(&Path); 3] = [
+            &|m| std::fs::remove_file(m).unwrap(),
+            &|m| std::fs::write(m, format!("{other}\n")).unwrap(),
+            &|m| {
+                std::fs::remove_file(m).unwrap();
+                std::os::unix::fs::symlink("/etc/hostname", m).unwrap();
+            },
+        ];
+        for spoil in markers {
+            spoil(&dirs.root.join(MARKER));
+            let error = remove(&place.sessions, &gone(id), &place.trash).unwrap_err();
+            assert!(matches!(error, Error::Unmarked { .. }), "{error}");
+            assert!(dirs.upper.exists());
+        }
+        std::fs::create_dir_all(place.trash.join(id.to_string()).join("upper")).unwrap();
+        assert!(matches!(empty_trash(&place.trash), Err(Error::Unmarked { .. })));
+        std::fs::remove_dir_all(place.trash.join(id.to_string())).unwrap();
+        std::fs::create_dir_all(place.trash.join("somebody's")).unwrap();
+        assert!(matches!(empty_trash(&place.trash), Err(Error::Unmarked { .. })));
+    }
+
+    #[test]
+    fn a_removal_cut_off_anywhere_is_finished_at_start() {
+        let place = place();
+        let whole = SessionId::fresh();
+        let dirs = create(&place.sessions, whole).unwrap();
+        std::fs::write(dirs.upper.join("f"), b"x").unwrap();
+        std::fs::create_dir(&place.trash).unwrap();
+        std::fs::rename(&dirs.root, place.trash.join(whole.to_string())).unwrap();
+        // Another one died between its marker and its directory.
+        std::fs::create_dir(place.trash.join(SessionId::fresh().to_string())).unwrap();
+        let removed = empty_trash(&place.trash).unwrap();
+        assert_eq!(removed.entries, 7 + 1);
+        assert!(std::fs::read_dir(&place.trash).unwrap().next().is_none());
+        assert_eq!(empty_trash(&place.trash.join("never made")).unwrap(), Removed::default());
+    }
+
+    #[test]
+    fn ten_thousand_levels_and_a_wide_directory_are_removed() {
+        let place = place();
+        let id = SessionId::fresh();
+        let dirs = create(&place.sessions, id).unwrap();
+        deepen(&dirs.upper, 10_000, "deep");
+        for n in 0..3 * super::super::empty::BATCH {
+            std::fs::create_dir_all(dirs.work.join(format!("{n}/full"))).unwrap();
+        }
+        let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
+        assert_eq!(removed.entries, 10_001 + 6 * super::super::empty::BATCH as u64 + 6);
+    }
 }

@@ -15,7 +15,8 @@ use std::path::Path;
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, XattrFlags};
 use rustix::io::Errno;
 
-use super::changes::opaque_mark;
+use super::changes::{Changes, Format, opaque_mark};
+use super::layer::meta_of;
 use super::tarfmt::{Entries, Entry, Kind, Meta, OPAQUE, WHITEOUT};
 use super::tree::{Step, Walk, reopen};
 use super::{At as _, Error, Result, path_of};
@@ -312,6 +313,16 @@ impl Target {
         let ino = self.top.own_stat()?.ino;
         rustix::fs::futimens(&self.top, &stamp(ino)).at("set times of", "")
     }
+}
+
+/// Gives a new session's upper the owner, mode, attributes and time of the topmost layer's top
+/// directory. Overlay shows the upper's own for the merged top, so without this a session would not
+/// see what an earlier one published there.
+pub fn copy_top(layer: BorrowedFd<'_>, upper: BorrowedFd<'_>) -> Result<()> {
+    let Some(top) = Changes::new(layer, Format::Trusted)?.next() else { return Ok(()) };
+    let meta = meta_of(&top?);
+    dress(upper, Path::new("."), &meta, Path::new(""), false)?;
+    rustix::fs::futimens(upper, &times(&meta)).at("set times of", "")
 }
 
 fn times(meta: &Meta) -> Timestamps {

@@ -83,15 +83,23 @@ fn prepared(spec: &Spec, styles: &[Style]) -> Result<OwnedFd> {
     }
     match &spec.mapped {
         None => any_style(spec, styles),
-        Some(map) => idmap::with_layers_mapped(map, &directories(spec), || any_style(spec, styles)),
+        Some(map) => {
+            let directories = directories(spec)?;
+            idmap::with_layers_mapped(map, &directories, || any_style(spec, styles))
+        }
     }
 }
 
 /// The directories that have to be shown mapped: each layer, and the one that upper and work share,
 /// since these must stay on one mount.
-fn directories(spec: &Spec) -> Vec<PathBuf> {
-    let shared = spec.upper.parent().unwrap_or(&spec.upper).to_owned();
-    spec.lowers.iter().cloned().chain([shared]).collect()
+fn directories(spec: &Spec) -> Result<Vec<PathBuf>> {
+    let bad =
+        |reason: &str| Error::BadUpper { path: spec.upper.clone(), reason: reason.to_owned() };
+    let shared = spec.upper.parent().ok_or_else(|| bad("it is the root directory"))?;
+    if spec.work.parent() != Some(shared) {
+        return Err(bad("its work directory has to lie in the same directory"));
+    }
+    Ok(spec.lowers.iter().cloned().chain([shared.to_owned()]).collect())
 }
 
 fn any_style(spec: &Spec, styles: &[Style]) -> Result<OwnedFd> {
@@ -152,7 +160,12 @@ fn by_fsconfig(layers: &Layers, style: Style) -> std::result::Result<OwnedFd, Fa
         rustix::mount::fsconfig_set_string(fs, key, value)
             .map_err(|e| refused(fs, e, "set the options of", upper))?;
     }
-    rustix::mount::fsconfig_create(fs).map_err(|e| refused(fs, e, "mount overlay with", upper))?;
+    match rustix::mount::fsconfig_create(fs) {
+        // Before 6.5 any option is taken, and one that is not known refused only here. If it is
+        // refused for another reason, the next style is too.
+        Err(Errno::INVAL) if style == Style::Appended => return Err(Fault::Unknown),
+        answer => answer.map_err(|e| refused(fs, e, "mount overlay with", upper))?,
+    }
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     rustix::mount::fsmount(fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
         .at("mount overlay with", upper)

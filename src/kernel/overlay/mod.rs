@@ -1,5 +1,5 @@
-//! Overlay mounts: made detached, checked, then put in place; made read-only as a *superblock*,
-//! which is the only read-only that stops a writer in every namespace.
+//! Overlay mounts: made, adopted, made read-only as a *superblock* (which is the only read-only
+//! that stops a writer in every namespace), and unmounted.
 //!
 //! A [`Mounted`] holds the mount busy: drop it before [`unmount`].
 
@@ -54,8 +54,9 @@ impl Mounted {
     }
 }
 
-/// Mounts an overlay: builds it detached in the best way this kernel has, checks that all its
-/// layers are in it, then puts it in place with `nosuid,nodev`.
+/// Mounts an overlay with `nosuid,nodev`: builds it detached in the best way this kernel has, puts
+/// it in place and reads back that all its layers are in it; if not, it is taken away again.
+/// (The kernel describes only mounts that are in a namespace.)
 pub fn mount(spec: &Spec) -> Result<Mounted> {
     failpoint::hit("kernel.mount.before");
     let root = build::detached(spec)?;
@@ -131,7 +132,10 @@ fn label(upper: &Info) -> String {
 /// The overlay that is mounted at `target` on top of this `upper`, after an agent restart; `None`
 /// if nothing is mounted there.
 pub fn open_mounted(target: &Path, upper: &Path) -> Result<Option<Mounted>> {
-    let target = std::fs::canonicalize(target).at("resolve", target)?;
+    let target = match std::fs::canonicalize(target) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        answer => answer.at("resolve", target)?,
+    };
     let Some(mount) = mountinfo::at(mountinfo::read(None)?, &target) else { return Ok(None) };
     check_label(&mount, upper)?;
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;

@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, XattrFlags};
 use rustix::io::Errno;
 
 use crate::kernel::walk::{self, Dir};
-use crate::kernel::{At as _, Error, Result};
+use crate::kernel::{At as _, Error, Result, fs_magic};
 
 /// File systems that overlay refuses as an upper, or takes and then corrupts or cannot sync.
 const REFUSED: [(u64, &str); 9] = [
@@ -28,9 +28,7 @@ const REFUSED: [(u64, &str); 9] = [
 /// or with each other. What is tried is removed again.
 pub fn preflight(dir: &Path, lowers: &[PathBuf]) -> Result<()> {
     let bad = |reason: String| Error::BadUpper { path: dir.to_owned(), reason };
-    let fs = rustix::fs::statfs(dir).at("statfs", dir)?;
-    // Its width differs between architectures; the magic numbers have 32 bits.
-    let magic = fs.f_type as u64 & 0xffff_ffff;
+    let magic = fs_magic(&Dir::open(dir)?).at("statfs", dir)?;
     if let Some((_, why)) = REFUSED.iter().find(|(m, _)| *m == magic) {
         return Err(bad(format!("it is on {why}; use ext4, xfs or btrfs of this host")));
     }

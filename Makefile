@@ -1,0 +1,73 @@
+# overfence: `make help` lists the targets. Needs GNU make and bash.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# rustup puts cargo here, also where no login shell has read its profile.
+export PATH := $(HOME)/.cargo/bin:$(PATH)
+# Set to 1 to install nothing; see packaging/setup.sh.
+export NO_INSTALL
+
+PREFIX ?= /usr/local
+# Tests measure times on real freezes: as many at once as a small host bears.
+TEST_THREADS ?= 2
+RELEASE := $(or $(CARGO_TARGET_DIR),target)/release/overfence
+
+.PHONY: help demo test bench check fmt clippy doc named-tests deny build install
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@echo
+	@echo 'NO_INSTALL=1 installs nothing and says what is missing.'
+
+demo: ## Run the stale-writer story on real mounts and cgroups (root)
+	@packaging/setup.sh run
+	cargo build --release --locked
+	$(RELEASE) demo
+
+test: ## Run all tests; without root the privileged suite is left out, loudly
+	@packaging/setup.sh test
+	cargo test --locked --lib --bins -- --test-threads=$(TEST_THREADS)
+	cargo test --locked --doc -- --test-threads=$(TEST_THREADS)
+	@if [ "$$(id -u)" = 0 ]; then \
+		set -x; cargo test --locked --test privileged -- --test-threads=$(TEST_THREADS); \
+	else \
+		cargo test --locked --test privileged --no-run; \
+		echo; \
+		echo '*** NOT ROOT: the privileged suite (real mounts, cgroups, namespaces) was NOT run. ***'; \
+		echo '*** Run `make test` as root to run everything.                                    ***'; \
+	fi
+
+bench: ## Measure against bare system calls in the same run (root)
+	@packaging/setup.sh run
+	cargo bench --locked --bench '*'
+
+check: fmt clippy doc named-tests deny ## Formatting, lints, docs, licences and sources of crates
+
+fmt:
+	cargo fmt --check
+
+clippy:
+	cargo clippy --locked --all-targets -- -D warnings
+
+doc:
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --document-private-items
+
+named-tests:
+	.ci/named-tests
+
+deny:
+	@if command -v cargo-deny >/dev/null; then \
+		set -x; cargo deny --log-level error --all-features check bans licenses sources; \
+	else \
+		echo '*** cargo-deny is NOT installed: licences, bans and sources were NOT checked. ***'; \
+		echo '*** Run `cargo install --locked cargo-deny`, or .ci/run, which does it.       ***'; \
+	fi
+
+build: ## Build the release binary
+	@packaging/setup.sh build
+	cargo build --release --locked
+
+install: build ## Install the binary below PREFIX (/usr/local), with DESTDIR before it
+	install -D -m 0755 $(RELEASE) $(DESTDIR)$(PREFIX)/bin/overfence

@@ -1,0 +1,175 @@
+//! The agent's own deadline timer: a thread of its own on CLOCK_BOOTTIME, real-time scheduled
+//! where that is allowed, so that a lost lease is a freeze within a millisecond whatever the rest
+//! of the agent does. The keeper is the second line and needs no agent.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::host::Host;
+use super::slot::Slot;
+use crate::kernel::cgroup::Stamp;
+use crate::kernel::clock::{self, BootTimer, Waker};
+use crate::model::ids::SessionId;
+use crate::model::lease::Bound;
+use crate::model::session::Loss;
+use crate::model::step::{Event, Purpose};
+use crate::model::time::BootNs;
+
+/// A timer that fires this late means that the agent did not run: signs of life may have been
+/// missed, so the holder is not blamed.
+const STALLED: Duration = Duration::from_millis(500);
+
+/// Deadlines by time.
+#[derive(Debug)]
+pub struct Deadlines {
+    inner: Mutex<Ordered>,
+    waker: Waker,
+}
+
+#[derive(Debug, Default)]
+struct Ordered {
+    by_time: BTreeSet<(BootNs, SessionId)>,
+    of: HashMap<SessionId, BootNs>,
+}
+
+impl Deadlines {
+    /// None yet.
+    pub fn new() -> crate::kernel::Result<Self> {
+        Ok(Self { inner: Mutex::default(), waker: Waker::new()? })
+    }
+
+    fn ordered(&self) -> std::sync::MutexGuard<'_, Ordered> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets a session's deadline.
+    pub fn set(&self, id: SessionId, at: BootNs) {
+        let mut ordered = self.ordered();
+        if let Some(old) = ordered.of.insert(id, at) {
+            ordered.by_time.remove(&(old, id));
+        }
+        ordered.by_time.insert((at, id));
+        if ordered.by_time.first() == Some(&(at, id)) {
+            self.waker.wake();
+        }
+    }
+
+    /// Forgets a session.
+    pub fn remove(&self, id: SessionId) {
+        let mut ordered = self.ordered();
+        if let Some(old) = ordered.of.remove(&id) {
+            ordered.by_time.remove(&(old, id));
+        }
+    }
+
+    fn first(&self) -> Option<BootNs> {
+        self.ordered().by_time.first().map(|(at, _)| *at)
+    }
+
+    fn passed(&self, now: BootNs) -> Vec<SessionId> {
+        let mut ordered = self.ordered();
+        let mut passed = Vec::new();
+        while let Some((at, id)) = ordered.by_time.first().copied().filter(|(at, _)| *at <= now) {
+            ordered.by_time.remove(&(at, id));
+            ordered.of.remove(&id);
+            passed.push(id);
+        }
+        passed
+    }
+
+    /// Wakes the thread, so that it sees that the agent stops.
+    pub fn wake(&self) {
+        self.waker.wake();
+    }
+}
+
+/// The thread's body; ends when the agent stops.
+pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
+    let timer = BootTimer::new()?;
+    while !host.stopping() {
+        match host.deadlines.first() {
+            Some(at) => timer.arm(at)?,
+            None => timer.disarm()?,
+        }
+        timer.wait_or(&host.deadlines.waker)?;
+        host.deadlines.waker.drain();
+        let now = clock::now();
+        let due: Vec<_> = host.deadlines.passed(now).into_iter().filter_map(|id| host.slot(id)).collect();
+        // The wish is written for all of them first, then each is asked for its proof.
+        let due: Vec<_> = due.into_iter().filter_map(|slot| stop(host, &slot, now)).collect();
+        for (slot, deadline, loss) in due {
+            let revoke = !matches!(loss, Loss::Doubt { .. });
+            host.apply(&slot, Event::LeaseLost { loss, revoke }, "agent");
+            host.metrics.fenced_after(&slot.lock().session, deadline);
+        }
+    }
+    Ok(())
+}
+
+/// Freezes a session whose deadline passed, unless it was renewed this moment.
+fn stop(host: &Host, slot: &Arc<Slot>, now: BootNs) -> Option<(Arc<Slot>, BootNs, Loss)> {
+    let inner = slot.lock();
+    let (deadline, bound) = inner.deadline();
+    if !inner.session.holds_lease() {
+        return None;
+    }
+    if deadline > now {
+        host.deadlines.set(slot.id, deadline);
+        return None;
+    }
+    if let Some(cgroup) = &inner.cgroup {
+        let stamp = Stamp { purpose: Purpose::Deadline, generation: inner.session.generation };
+        for answer in [cgroup.stamp(&stamp), cgroup.write_freeze(true)] {
+            if let Err(fault) = answer {
+                tracing::error!(OVERFENCE_SESSION = %slot.id, "{fault}");
+            }
+        }
+    }
+    let loss = why(&inner.session.doubt, bound, inner.lease.signed, now.since(deadline));
+    Some((Arc::clone(slot), deadline, loss))
+}
+
+/// Whether a passed deadline is the holder's silence or our not knowing.
+fn why(doubt: &Option<String>, bound: Bound, signed: bool, late: Duration) -> Loss {
+    let unanswered = bound == Bound::Grant && signed;
+    match (doubt, bound) {
+        (_, Bound::Lifetime) => Loss::Expired { bound },
+        (Some(cause), Bound::Holder | Bound::Grant) => Loss::Doubt { cause: cause.clone() },
+        (None, Bound::Holder | Bound::Grant) if late >= STALLED || unanswered => {
+            Loss::Doubt { cause: "the agent did not run in time".to_owned() }
+        }
+        // Renewals are withheld when the holder is silent, so a grant that ran out without a sign
+        // since is the holder's silence too.
+        (None, Bound::Holder | Bound::Grant) => Loss::Expired { bound: Bound::Holder },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn silence_is_the_holders_and_lateness_is_ours() {
+        let late = |ms| Duration::from_millis(ms);
+        assert_eq!(why(&None, Bound::Holder, false, late(1)), Loss::Expired { bound: Bound::Holder });
+        assert_eq!(why(&None, Bound::Grant, false, late(1)), Loss::Expired { bound: Bound::Holder });
+        assert!(matches!(why(&None, Bound::Grant, true, late(1)), Loss::Doubt { .. }));
+        assert!(matches!(why(&None, Bound::Holder, false, late(800)), Loss::Doubt { .. }));
+        assert!(matches!(why(&Some("no answer".into()), Bound::Holder, false, late(1)), Loss::Doubt { .. }));
+        assert_eq!(why(&Some("x".into()), Bound::Lifetime, true, late(1)), Loss::Expired { bound: Bound::Lifetime });
+    }
+
+    #[test]
+    fn deadlines_come_in_order_and_can_move() {
+        let deadlines = Deadlines::new().unwrap();
+        let (a, b) = (SessionId::from_u128(1), SessionId::from_u128(2));
+        deadlines.set(a, BootNs(50));
+        deadlines.set(b, BootNs(40));
+        deadlines.set(b, BootNs(60));
+        assert_eq!(deadlines.first(), Some(BootNs(50)));
+        assert_eq!(deadlines.passed(BootNs(55)), vec![a]);
+        deadlines.remove(b);
+        assert_eq!(deadlines.passed(BootNs(100)), vec![]);
+    }
+}

@@ -1,0 +1,335 @@
+//! Doing what a step asked for. Each effect is idempotent, asks the kernel or the authority, and
+//! gives back what was answered as events; none decides anything.
+
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::host::Host;
+use super::slot::{Slot, draft};
+use crate::failpoint;
+use crate::kernel::cgroup::{Cgroup, Outcome};
+use crate::kernel::overlay::{self, ReadOnly, Unmount};
+use crate::kernel::{clock, holders};
+use crate::model::code::Code;
+use crate::model::facts::{Fact, Proof};
+use crate::model::head::Digest;
+use crate::model::ids::PublicationKey;
+use crate::model::journal::Journal;
+use crate::model::lease::LeaseState;
+use crate::model::session::{Loss, Session, State};
+use crate::model::step::{Effect, Event, Published};
+use crate::model::workspace::{KeyState, Publish, Refusal};
+use crate::upper::layer::{self, Source, Writers};
+use crate::upper::remove::{self, ProvedGone};
+
+/// io_uring and unix-socket teardown lag behind `populated 0`; read-only and umount are retried
+/// for this long after a kill.
+const TEARDOWN: Duration = Duration::from_secs(5);
+/// How long a closing session's processes have between TERM and KILL.
+const STOP: Duration = Duration::from_secs(2);
+const KILL: Duration = Duration::from_secs(5);
+const AGAIN: Duration = Duration::from_millis(10);
+
+type Answered = Result<Vec<Event>, String>;
+
+impl Host {
+    /// Performs one effect. A failure is an event like every other answer.
+    pub fn perform(self: &Arc<Self>, slot: &Arc<Slot>, s: &Session, effect: &Effect) -> Vec<Event> {
+        let point = |when| failpoint::hit(&format!("effect.{}.{when}", effect.name()));
+        if matches!(effect, Effect::Kill | Effect::Remove | Effect::Publish { .. })
+            && let Err(fault) = self.store.anchor()
+        {
+            return vec![Event::Failed { what: "anchor".to_owned(), why: fault.to_string() }];
+        }
+        point("before");
+        let begun = clock::now();
+        let answer = match effect {
+            Effect::Freeze { .. } => self.freeze(slot, s),
+            Effect::Thaw => self.thaw(slot),
+            Effect::ReadOnly => self.read_only(slot, s),
+            Effect::ReadWrite => self.read_write(slot),
+            Effect::Kill => self.kill(slot, s),
+            Effect::Revoke { reason } => self.revoke(s, reason),
+            Effect::Capture => self.capture(slot),
+            Effect::Publish { key, layer } => self.publish(s, *key, *layer),
+            Effect::Resolve { key, .. } => self.resolve(s, *key),
+            Effect::Release => self.release(s),
+            Effect::ProveGone => self.prove_gone(slot),
+            Effect::Remove => self.remove(slot, s),
+            Effect::Show => self.show(slot).map(|()| vec![]),
+        };
+        point("after");
+        self.metrics.effect(effect.name(), answer.is_ok(), clock::now().since(begun));
+        answer.unwrap_or_else(|why| {
+            tracing::warn!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "{}: {why}", effect.name());
+            vec![Event::Failed { what: effect.name().to_owned(), why }]
+        })
+    }
+
+    /// The cgroup; made again if somebody removed it.
+    fn cgroup(&self, slot: &Slot) -> Result<Arc<Cgroup>, String> {
+        let mut inner = slot.lock();
+        if let Some(cgroup) = &inner.cgroup {
+            return Ok(Arc::clone(cgroup));
+        }
+        let path = self.paths.cgroup(slot.id);
+        let cgroup = match Cgroup::open(&path).map_err(text)? {
+            Some(cgroup) => cgroup,
+            None => Cgroup::create(&path).map_err(text)?,
+        };
+        let cgroup = Arc::new(cgroup);
+        inner.cgroup = Some(Arc::clone(&cgroup));
+        Ok(cgroup)
+    }
+
+    /// A freeze that `apply` could not prove at once.
+    fn freeze(&self, slot: &Slot, s: &Session) -> Answered {
+        let cgroup = self.cgroup(slot)?;
+        Ok(vec![match cgroup.freeze(s.policy.freeze_deadline).map_err(text)? {
+            Outcome::Proved(proof) => Event::Frozen { proof },
+            Outcome::Late(blockers) => Event::FreezeLate { blockers },
+        }])
+    }
+
+    /// The keeper's entry first, then the thaw, then stamp and deadline are read again. Under the
+    /// slot's lock: a lease that is lost meanwhile freezes after this and not before it.
+    fn thaw(&self, slot: &Arc<Slot>) -> Answered {
+        let cgroup = self.cgroup(slot)?;
+        let inner = slot.lock();
+        let generation = inner.session.generation;
+        if !inner.session.holds_lease() {
+            return Ok(vec![]);
+        }
+        let stamp = cgroup.read_stamp().map_err(text)?;
+        // A freeze without our stamp is somebody else's: shown and left.
+        let Some(stamp) = stamp else { return Ok(vec![]) };
+        let (deadline, _) = inner.deadline();
+        self.enter_deadline(&inner.session, deadline)?;
+        let lawful = |stamp: crate::kernel::cgroup::Stamp| {
+            use crate::model::step::Purpose;
+            let own = stamp.generation == generation;
+            stamp.generation < generation || (own && stamp.purpose == Purpose::Checkpoint)
+        };
+        if clock::now() >= deadline || !lawful(stamp) {
+            return Ok(vec![]);
+        }
+        let answer = cgroup.thaw(Duration::from_millis(500)).map_err(text)?;
+        let again = cgroup.read_stamp().map_err(text)?;
+        if clock::now() >= deadline || again != Some(stamp) {
+            cgroup.write_freeze(true).map_err(text)?;
+            return Ok(vec![]);
+        }
+        cgroup.clear_stamp().map_err(text)?;
+        match answer {
+            Outcome::Proved(proof) => Ok(vec![Event::Thawed { proof }]),
+            Outcome::Late(_) => Err("the kernel did not confirm the thaw: is an ancestor frozen?".to_owned()),
+        }
+    }
+
+    fn read_only(&self, slot: &Slot, s: &Session) -> Answered {
+        let Some(mounted) = slot.lock().mounted.clone() else {
+            return Err("the overlay is not mounted here".to_owned());
+        };
+        // Syncs the whole file system of the upper: one at a time, never on a path that freezes.
+        let turn = self.sync_turn();
+        let until = clock::now().plus(if s.facts.has(Fact::Killed) { TEARDOWN } else { Duration::ZERO });
+        loop {
+            match overlay::remount_ro(&mounted.root).map_err(text)? {
+                ReadOnly::Granted(proof) => return Ok(vec![Event::ReadOnly { proof }]),
+                ReadOnly::Busy(_) if clock::now() < until => std::thread::sleep(AGAIN),
+                ReadOnly::Busy(proof) => {
+                    drop(turn);
+                    let place = self.paths.cgroup(slot.id);
+                    let holders = holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
+                    return Ok(vec![Event::Busy { proof, holders }]);
+                }
+            }
+        }
+    }
+
+    fn read_write(&self, slot: &Slot) -> Answered {
+        let Some(mounted) = slot.lock().mounted.clone() else {
+            return Err("the overlay is not mounted here".to_owned());
+        };
+        let proof = overlay::remount_rw(&mounted.root).map_err(text)?;
+        Ok(vec![Event::Writable { proof }])
+    }
+
+    /// A closing session is asked to end first; everybody else is killed at once.
+    fn kill(&self, slot: &Slot, s: &Session) -> Answered {
+        let cgroup = self.cgroup(slot)?;
+        if s.state == State::Releasing {
+            self.ask_to_end(slot, &cgroup);
+        }
+        match cgroup.kill(KILL).map_err(text)? {
+            Outcome::Proved(proof) => Ok(vec![Event::Killed { proof }]),
+            Outcome::Late(blockers) => Err(format!(
+                "killed but not gone: {}",
+                blockers.iter().map(|b| format!("pid {} ({}) {}", b.pid, b.command, b.state)).collect::<Vec<_>>().join(", ")
+            )),
+        }
+    }
+
+    fn ask_to_end(&self, slot: &Slot, cgroup: &Cgroup) {
+        let Ok(Some(init)) = super::show::init_of(&self.paths, slot.id) else { return };
+        if !init.lives_in(cgroup.path()).unwrap_or(false) {
+            return;
+        }
+        let Ok(pid) = i32::try_from(init.pid) else { return };
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGTERM);
+        let until = clock::now().plus(STOP);
+        while clock::now() < until && cgroup.state().is_ok_and(|state| state.populated) {
+            std::thread::sleep(AGAIN);
+        }
+    }
+
+    fn revoke(&self, s: &Session, reason: &str) -> Answered {
+        let state = match s.loss {
+            Some(Loss::Expired { .. } | Loss::Doubt { .. } | Loss::Reboot) => LeaseState::Expired,
+            Some(
+                Loss::Revoked { .. }
+                | Loss::Superseded { .. }
+                | Loss::Operator { .. }
+                | Loss::Closed { .. }
+                | Loss::ReadmitFailed { .. },
+            )
+            | None => LeaseState::Revoked,
+        };
+        self.end_lease(s, state, reason)?;
+        Ok(vec![])
+    }
+
+    fn end_lease(&self, s: &Session, state: LeaseState, why: &str) -> Result<Result<(), Refusal>, String> {
+        let rider = |outcome: &Result<(), Refusal>| {
+            let detail = serde_json::json!({ "lease": s.lease, "state": state, "why": why, "answer": outcome.as_ref().err().map(|r| r.code) });
+            Journal { sessions: vec![], entries: vec![draft("lease_ended", s, "agent", detail)] }
+        };
+        self.authority
+            .end(&s.workspace, s.lease, s.generation, state, why, Box::new(rider))
+            .map_err(text)
+    }
+
+    fn release(&self, s: &Session) -> Answered {
+        match self.end_lease(s, LeaseState::Released, "closed by its owner")? {
+            Ok(()) => Ok(vec![Event::Released]),
+            Err(refusal) => {
+                let (generation, owner) =
+                    refusal.current.map_or((s.generation, None), |c| (c.generation, c.owner));
+                let loss = Loss::Superseded { generation, owner, code: refusal.code };
+                Ok(vec![Event::LeaseLost { loss, revoke: false }])
+            }
+        }
+    }
+
+    fn capture(&self, slot: &Slot) -> Answered {
+        let upper = crate::kernel::walk::Dir::open(&slot.dirs.upper).map_err(text)?;
+        let captured = layer::capture(Source::Upper(upper.as_fd()), Writers::Stopped, &self.layers).map_err(text)?;
+        Ok(vec![Event::Captured { layer: captured.map(|c| c.diff_id) }])
+    }
+
+    fn publish(&self, s: &Session, key: PublicationKey, layer: Digest) -> Answered {
+        let outcome = match self.offer(s, key, layer, s.expected.clone()) {
+            Ok(Ok(at)) => Published::Committed { at },
+            Ok(Err(refusal)) => Published::Refused { refusal },
+            Err(why) => Published::Unknown { why },
+        };
+        Ok(vec![Event::Published { key, outcome }])
+    }
+
+    /// Asks the authority to advance the head; its answer goes into the evidence with it.
+    pub fn offer(
+        &self,
+        s: &Session,
+        key: PublicationKey,
+        layer: Digest,
+        expected: crate::model::head::HeadAt,
+    ) -> Result<Result<crate::model::head::HeadAt, Refusal>, String> {
+        let wish = Publish {
+            workspace: s.workspace.clone(),
+            lease: s.lease,
+            generation: s.generation,
+            session: s.id,
+            expected,
+            key,
+            layer,
+        };
+        let rider = |outcome: &Result<_, Refusal>| {
+            let detail = serde_json::json!({ "offered": wish, "answer": outcome });
+            Journal { sessions: vec![], entries: vec![draft("publication", s, "agent", detail)] }
+        };
+        let answer = self.authority.publish(&wish, Box::new(rider)).map_err(text)?;
+        if let Err(refusal) = &answer {
+            self.metrics.refused(refusal.code);
+        }
+        Ok(answer)
+    }
+
+    fn resolve(&self, s: &Session, key: PublicationKey) -> Answered {
+        let outcome = match self.authority.resolve(&s.workspace, key).map_err(text)? {
+            KeyState::Committed { at, .. } => Published::Committed { at },
+            KeyState::Buried | KeyState::Unused => {
+                Published::Refused { refusal: Refusal { code: Code::KeyBuried, current: None } }
+            }
+        };
+        Ok(vec![Event::Published { key, outcome }])
+    }
+
+    /// Umount, then the kernel's word that the superblock died.
+    fn prove_gone(&self, slot: &Slot) -> Answered {
+        // The root descriptor holds the mount busy.
+        slot.lock().mounted = None;
+        let turn = self.sync_turn();
+        let until = clock::now().plus(TEARDOWN);
+        loop {
+            match overlay::unmount(&slot.dirs.merged).map_err(text)? {
+                Unmount::Done | Unmount::NotMounted => break,
+                Unmount::Busy if clock::now() < until => std::thread::sleep(AGAIN),
+                Unmount::Busy => return Err("umount: EBUSY, somebody in this namespace uses it".to_owned()),
+            }
+        }
+        drop(turn);
+        if !slot.dirs.upper.exists() {
+            let (asked, answer) = ("stat of the upper".to_owned(), "ENOENT, it was never made".to_owned());
+            return Ok(vec![Event::Gone { proof: Proof { asked, answer, at: clock::now(), took_us: 0 } }]);
+        }
+        match self.gone.prove(slot.id, &slot.dirs, TEARDOWN).map_err(text)? {
+            Some(proof) => Ok(vec![Event::Gone { proof }]),
+            None => Err("the superblock lives: another mount namespace holds a copy of the mount".to_owned()),
+        }
+    }
+
+    fn remove(&self, slot: &Slot, s: &Session) -> Answered {
+        let Some(gone) = ProvedGone::from_facts(s.id, &s.facts) else {
+            return Err("the superblock is not proved gone".to_owned());
+        };
+        let removed = remove::remove(&self.paths.sessions, &gone, &self.paths.trash).map_err(text)?;
+        self.deadlines.remove(s.id);
+        self.table().remove(s.id).map_err(text)?;
+        self.events.remove(s.id);
+        let cgroup = slot.lock().cgroup.take();
+        match cgroup.map(Arc::try_unwrap) {
+            Some(Ok(cgroup)) => cgroup.remove(TEARDOWN).map_err(text)?,
+            // Somebody reads it at this moment; the directory is removed by its path.
+            Some(Err(_)) | None => {
+                if let Some(cgroup) = Cgroup::open(&self.paths.cgroup(s.id)).map_err(text)? {
+                    cgroup.remove(TEARDOWN).map_err(text)?;
+                }
+            }
+        }
+        super::show::remove(&self.paths, s.id).map_err(text)?;
+        Ok(vec![Event::Removed { bytes: removed.bytes, entries: removed.entries }])
+    }
+}
+
+/// An error with all its causes, in one line.
+pub fn text<E: std::error::Error>(fault: E) -> String {
+    let mut line = fault.to_string();
+    let mut cause = fault.source();
+    while let Some(inner) = cause {
+        line.push_str(": ");
+        line.push_str(&inner.to_string());
+        cause = inner.source();
+    }
+    line
+}

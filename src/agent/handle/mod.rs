@@ -1,0 +1,192 @@
+//! The only door to the agent: what the API may ask, one method a verb. Requests are checked here
+//! and become events or questions to the authority; nothing here decides about a session.
+
+mod preserved;
+mod sessions;
+mod workspaces;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::effects::text;
+use super::failure::{Caller, Failure};
+use super::host::Host;
+use super::slot::Slot;
+use crate::model::code::Code;
+use crate::model::ids::{SessionId, WorkspaceId};
+use crate::model::journal::Entry;
+use crate::model::view::{EvidenceReport, PathText, StatusView};
+
+/// How long a request waits for what it set in motion, unless it says otherwise.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A handle to the running agent; cheap to clone.
+#[derive(Clone)]
+pub struct Agent(pub(super) Arc<Host>);
+
+/// How a sign of life is vouched for.
+#[derive(Clone, Debug)]
+pub enum Sign {
+    /// The lease token.
+    Token(String),
+    /// The session's own socket; the peer's pid as the kernel says.
+    Socket {
+        /// Process id on the host.
+        pid: u32,
+    },
+}
+
+impl Agent {
+    async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Arc<Host>) -> Result<T, Failure> + Send + 'static,
+    ) -> Result<T, Failure> {
+        let host = Arc::clone(&self.0);
+        tokio::task::spawn_blocking(move || work(&host))
+            .await
+            .unwrap_or_else(|e| Err(Failure::new(Code::Internal, e.to_string())))
+    }
+
+    /// Resolves a unique id prefix, with or without `s-`.
+    pub async fn session_id(&self, prefix: &str) -> Result<SessionId, Failure> {
+        if let Ok(id) = prefix.parse() {
+            return Ok(id);
+        }
+        let ids = self.0.slots().into_iter().map(|slot| slot.id);
+        unique(prefix, "s-", ids, Code::UnknownSession)
+    }
+
+    fn slot(&self, id: SessionId) -> Result<Arc<Slot>, Failure> {
+        self.0
+            .slot(id)
+            .ok_or_else(|| Failure::new(Code::UnknownSession, format!("no session {id} on this host that is not closed; `overfence session list` shows them")))
+    }
+
+    /// Entries after `since`.
+    pub async fn evidence(
+        &self,
+        since: u64,
+        limit: usize,
+        session: Option<SessionId>,
+    ) -> Result<Vec<Entry>, Failure> {
+        self.blocking(move |host| {
+            let found = match session {
+                None => host.store.evidence_since(since, limit),
+                Some(id) => host.store.evidence_of(id, since, limit),
+            };
+            found.map_err(internal)
+        })
+        .await
+    }
+
+    /// Recomputes the chain and compares it with the anchors.
+    pub async fn evidence_verify(&self) -> Result<EvidenceReport, Failure> {
+        self.blocking(|host| {
+            let report = host.store.verify_evidence().map_err(internal)?;
+            Ok(EvidenceReport {
+                ok: report.fault.is_none(),
+                entries: report.entries,
+                head: report.head,
+                anchors: report.anchors,
+                newest_anchor: report.newest_anchor,
+                fault: report.fault,
+            })
+        })
+        .await
+    }
+
+    /// Wakes at each committed evidence entry; the value is its sequence number.
+    pub fn evidence_watch(&self) -> tokio::sync::watch::Receiver<u64> {
+        self.0.store.subscribe()
+    }
+
+    /// The agent's own state.
+    pub async fn status(&self) -> Result<StatusView, Failure> {
+        let host = &self.0;
+        let mut sessions = std::collections::BTreeMap::new();
+        for slot in host.slots() {
+            *sessions.entry(slot.session().state.to_string()).or_default() += 1;
+        }
+        let known = self.blocking(|host| Ok(host.authority.list())).await?;
+        let (held, trouble) = match known {
+            Ok(known) => {
+                let held = known.into_iter().filter(|w| w.hold.is_some()).map(|w| w.id.to_string());
+                (held.collect(), host.shown().authority_trouble.clone())
+            }
+            Err(fault) => (vec![], Some(text(fault))),
+        };
+        let shown = host.shown();
+        Ok(StatusView {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            host: host.id.to_string(),
+            ready: shown.ready,
+            authority: "sqlite".to_owned(),
+            authority_trouble: trouble,
+            sessions,
+            held,
+            reconcile: shown.reconcile.clone(),
+            state_dir: PathText::of(&host.paths.state),
+            cgroup: PathText::of(&host.paths.cgroups),
+            preserved_bytes: shown.preserved_bytes,
+        })
+    }
+
+    /// OpenMetrics text.
+    pub fn metrics(&self) -> String {
+        self.0.metrics.text()
+    }
+
+    /// The public key of mount tickets.
+    pub fn ticket_key(&self) -> String {
+        self.0.store.ticket_key()
+    }
+
+    /// Ends the agent's threads and tasks; sessions and their mounts go on.
+    pub fn stop(&self) {
+        self.0.stop();
+    }
+
+    fn session_view(&self, slot: &Slot) -> crate::model::view::SessionView {
+        self.0.session_view(slot)
+    }
+}
+
+fn internal<E: std::error::Error>(fault: E) -> Failure {
+    Failure::new(Code::Internal, text(fault))
+}
+
+fn unavailable<E: std::error::Error>(fault: E) -> Failure {
+    Failure::new(Code::AuthorityUnavailable, text(fault))
+}
+
+fn workspace_id(text: &str) -> Result<WorkspaceId, Failure> {
+    text.parse().map_err(|e: crate::model::ids::InvalidId| Failure::new(Code::BadRequest, e.to_string()))
+}
+
+/// The one id that starts so.
+fn unique<I: ToString + Copy>(
+    prefix: &str,
+    kind: &str,
+    ids: impl Iterator<Item = I>,
+    none: Code,
+) -> Result<I, Failure> {
+    let bare = prefix.strip_prefix(kind).unwrap_or(prefix);
+    if bare.is_empty() {
+        return Err(Failure::new(Code::BadRequest, "an id is wanted, or the beginning of one"));
+    }
+    let full = format!("{kind}{bare}");
+    let mut found = ids.filter(|id| id.to_string().starts_with(&full));
+    match (found.next(), found.next()) {
+        (Some(id), None) => Ok(id),
+        (Some(a), Some(b)) => Err(Failure::new(
+            Code::AmbiguousId,
+            format!("{prefix:?} fits {} and {} at least; give more of it", a.to_string(), b.to_string()),
+        )),
+        (None, _) => Err(Failure::new(none, format!("{} Nothing starts with {full:?}.", none.meaning()))),
+    }
+}
+
+/// Everything that a caller decides is recorded with who the kernel says they are.
+fn actor(by: &Caller) -> String {
+    by.to_string()
+}

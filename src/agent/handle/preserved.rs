@@ -1,0 +1,248 @@
+//! Preserved deltas: show, export, discard, keep; and what can be removed.
+
+use std::os::fd::AsFd as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::sessions::denied;
+use super::{Agent, PATIENCE, actor, internal};
+use crate::agent::failure::{Caller, Failure};
+use crate::agent::host::Host;
+use crate::agent::slot::{Applied, Inner, Slot};
+use crate::kernel::walk::Dir;
+use crate::model::code::Code;
+use crate::model::facts::Fact;
+use crate::model::ids::SessionId;
+use crate::model::session::{Disposition, Session, State};
+use crate::model::step::Event;
+use crate::model::view::{
+    ExportSession, Exported, GcItem, GcReport, KeepSession, PathText, PreservedView, SessionView,
+};
+use crate::upper::bundle::{self, Provenance};
+use crate::upper::layer::{self, Source, Writers};
+use crate::upper::remove;
+
+impl Agent {
+    /// Deltas that no publication holds.
+    pub async fn preserved(&self) -> Result<Vec<PreservedView>, Failure> {
+        self.blocking(|host| {
+            let stopped = |slot: &Arc<Slot>| {
+                matches!(slot.session().state, State::Fencing | State::Fenced | State::Preserved | State::Quarantined)
+            };
+            Ok(host.slots().iter().filter(|slot| stopped(slot)).map(|slot| host.preserved_view(slot)).collect())
+        })
+        .await
+    }
+
+    /// Exports a stopped session's upper as a patch bundle and reads it back. With `dispose` the
+    /// verified bundle authorises removal.
+    pub async fn export(&self, by: &Caller, id: SessionId, wish: ExportSession) -> Result<Exported, Failure> {
+        let slot = self.slot(id)?;
+        let (asked, who) = (Arc::clone(&slot), actor(by));
+        let dest = wish.dest.as_ref().map(|text| text.path().ok_or_else(|| Failure::new(Code::BadRequest, "the destination is not a well-formed path"))).transpose()?;
+        let made = self.blocking(move |host| export(host, &asked, &who, dest)).await?;
+        if wish.dispose {
+            let disposition = Disposition::Exported { who: actor(by), bundle: made.digest };
+            self.dispose(by, &slot, disposition).await?;
+        }
+        Ok(Exported {
+            path: PathText::of(&made.path),
+            digest: made.digest,
+            layer: made.layer,
+            verified: true,
+            stable: made.stable,
+            session: self.session_view(&slot),
+        })
+    }
+
+    /// Gives a delta up and removes it.
+    pub async fn discard(&self, by: &Caller, id: SessionId) -> Result<SessionView, Failure> {
+        let slot = self.slot(id)?;
+        self.dispose(by, &slot, Disposition::Discard { who: actor(by) }).await?;
+        Ok(self.session_view(&slot))
+    }
+
+    async fn dispose(&self, by: &Caller, slot: &Arc<Slot>, disposition: Disposition) -> Result<(), Failure> {
+        if let Applied::Refused(code) = self.0.apply(slot, Event::Disposed { disposition }, &actor(by)) {
+            return Err(denied(&slot.session(), code));
+        }
+        let over = |inner: &Inner| {
+            matches!(inner.session.state, State::Closed | State::Quarantined) || inner.session.tries > 0
+        };
+        let (s, _) = slot.wait_for(PATIENCE, over).await;
+        match s.state {
+            State::Closed => {
+                self.0.forget(slot.id);
+                Ok(())
+            }
+            _ => Err(Failure::new(
+                Code::Partial,
+                format!("session {} is {}; its removal is tried again: {}", s.id, s.state, s.trouble.unwrap_or_default()),
+            )),
+        }
+    }
+
+    /// Keeps a delta longer than its grace window.
+    pub async fn keep(&self, by: &Caller, id: SessionId, wish: KeepSession) -> Result<SessionView, Failure> {
+        let slot = self.slot(id)?;
+        // Witnessed time runs no faster than the wall, so the delta lives at least that long.
+        let until = slot.session().witnessed.saturating_add(Duration::from_millis(wish.for_ms));
+        let event = Event::Kept { until_ms: u64::try_from(until.as_millis()).unwrap_or(u64::MAX), by: actor(by) };
+        if let Applied::Refused(code) = self.0.apply(&slot, event, &actor(by)) {
+            return Err(denied(&slot.session(), code));
+        }
+        Ok(self.session_view(&slot))
+    }
+
+    /// What may go and what may not, and why; removes the former unless `dry_run`.
+    pub async fn gc(&self, by: &Caller, dry_run: bool) -> Result<GcReport, Failure> {
+        let who = actor(by);
+        self.blocking(move |host| gc(host, &who, dry_run)).await
+    }
+}
+
+struct MadeBundle {
+    path: PathBuf,
+    digest: crate::model::head::Digest,
+    layer: Option<crate::model::head::Digest>,
+    stable: bool,
+}
+
+fn export(host: &Host, slot: &Slot, actor: &str, dest: Option<PathBuf>) -> Result<MadeBundle, Failure> {
+    let s = slot.session();
+    if !matches!(s.state, State::Fenced | State::Preserved) || !s.facts.has(Fact::Frozen) && !s.facts.has(Fact::Killed) {
+        return Err(denied(&s, Code::WrongState));
+    }
+    // From `frozen` alone a system call or a mapping outside may still change it.
+    let stable = s.facts.has(Fact::ReadOnly) || s.facts.has(Fact::Gone);
+    let writers = if stable { Writers::Stopped } else { Writers::MayRun };
+    let upper = Dir::open(&slot.dirs.upper).map_err(internal)?;
+    let captured = layer::capture(Source::Upper(upper.as_fd()), writers, &host.layers).map_err(internal)?;
+    let Some(captured) = captured else {
+        return Err(Failure::new(Code::NotFound, format!("session {} changed nothing: there is nothing to export; `preserved discard` removes it", s.id)));
+    };
+    let excerpt = host.store.evidence_of(s.id, 0, 1000).map_err(internal)?;
+    let provenance = provenance(&s, stable, &excerpt);
+    let path = dest.unwrap_or_else(|| host.paths.bundles.join(format!("{}-g{}", s.id, s.generation)));
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent).map_err(internal)?;
+    }
+    let made = bundle::export(&host.layers, captured.diff_id, &provenance, &path).map_err(internal)?;
+    let report = bundle::verify(&path).map_err(|e| Failure::new(Code::BundleInvalid, crate::agent::effects::text(e)))?;
+    if report.manifest != made.manifest {
+        return Err(Failure::new(Code::BundleInvalid, "the bundle read back is not the one written"));
+    }
+    let detail = serde_json::json!({ "path": PathText::of(&path), "manifest": made.manifest, "layer": captured.diff_id, "stable": stable });
+    let entry = crate::agent::slot::draft("export", &s, actor, detail);
+    let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
+    host.store.record(&journal).map_err(internal)?;
+    Ok(MadeBundle { path, digest: made.manifest, layer: Some(captured.diff_id), stable })
+}
+
+fn provenance(s: &Session, stable: bool, excerpt: &[crate::model::journal::Entry]) -> Provenance {
+    Provenance {
+        workspace: s.workspace.clone(),
+        session: s.id,
+        owner: s.owner.clone(),
+        lease: s.lease,
+        generation: s.generation,
+        host: s.host,
+        base: s.base.clone(),
+        expected: s.expected.clone(),
+        reason: s.loss.as_ref().map(ToString::to_string).unwrap_or_default(),
+        exported_at: jiff::Timestamp::now().to_string(),
+        stable,
+        evidence: serde_json::to_value(excerpt).unwrap_or_default(),
+    }
+}
+
+/// Everything on the host that could go: trash, layers that nothing names, directories and cgroups
+/// without a record. Sessions are shown with what will happen to them; their own timers remove them.
+fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure> {
+    let mut items = Vec::new();
+    for slot in host.slots() {
+        let s = slot.session();
+        if matches!(s.state, State::Preserved | State::Fenced | State::Fencing | State::Deleting | State::Quarantined) {
+            let shown = host.preserved_view(&slot);
+            let verdict = if s.state == State::Deleting { "remove" } else { "keep" };
+            items.push(item("session", &s.id.to_string(), verdict, shown.next, shown.bytes));
+        }
+    }
+    layers(host, dry_run, &mut items)?;
+    orphans(host, &mut items)?;
+    let trash = remove::trash_size(&host.paths.trash).map_err(internal)?;
+    if trash.entries > 0 {
+        let verdict = if dry_run { "remove" } else { "removed" };
+        if !dry_run {
+            remove::empty_trash(&host.paths.trash).map_err(internal)?;
+        }
+        items.push(item("trash", "trash", verdict, "its removal was decided before".to_owned(), trash.bytes));
+    }
+    let bytes_freed = items.iter().filter(|i| i.verdict == "removed").map(|i| i.bytes).sum();
+    let report = GcReport { dry_run, items, bytes_freed };
+    if !dry_run {
+        let entry = crate::model::journal::Draft {
+            kind: "gc".to_owned(),
+            workspace: None,
+            session: None,
+            generation: None,
+            actor: actor.to_owned(),
+            detail: serde_json::to_value(&report).unwrap_or_default(),
+        };
+        let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
+        host.store.record(&journal).map_err(internal)?;
+    }
+    Ok(report)
+}
+
+/// Layers stay while a head, a session or an unresolved publication names them. Removing the others
+/// wants burial at the authority first, which this build does not have: they are shown.
+fn layers(host: &Host, _dry_run: bool, items: &mut Vec<GcItem>) -> Result<(), Failure> {
+    let mut named = std::collections::BTreeSet::new();
+    for w in host.authority.list().map_err(super::unavailable)? {
+        named.extend(w.at.head.0);
+    }
+    for slot in host.slots() {
+        let s = slot.session();
+        named.extend(s.base.head.0);
+        named.extend(s.expected.head.0);
+        named.extend(s.unknown.into_values());
+    }
+    for layer in host.layers.list().map_err(internal)? {
+        if !named.contains(&layer) {
+            let bytes = host.layers.info(layer).map(|i| i.size_compressed).unwrap_or(0);
+            let why = "no present head names it; kept, since earlier versions may".to_owned();
+            items.push(item("layer", &layer.to_string(), "keep", why, bytes));
+        }
+    }
+    Ok(())
+}
+
+/// Directories and cgroups that no record explains: shown and kept, a person decides.
+fn orphans(host: &Host, items: &mut Vec<GcItem>) -> Result<(), Failure> {
+    let known: std::collections::BTreeSet<_> = host
+        .store
+        .sessions()
+        .map_err(internal)?
+        .into_iter()
+        .map(|record| match record {
+            Ok(s) => s.id.to_string(),
+            Err(unreadable) => unreadable.id,
+        })
+        .collect();
+    for (kind, parent) in [("directory", &host.paths.sessions), ("cgroup", &host.paths.cgroups)] {
+        for entry in std::fs::read_dir(parent).map_err(internal)?.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_dir = entry.file_type().is_ok_and(|t| t.is_dir());
+            if is_dir && name.starts_with("s-") && !known.contains(&name) {
+                items.push(item(kind, &name, "keep", "no record explains it".to_owned(), 0));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn item(kind: &str, id: &str, verdict: &str, reason: String, bytes: u64) -> GcItem {
+    GcItem { kind: kind.to_owned(), id: id.to_owned(), verdict: verdict.to_owned(), reason, bytes }
+}

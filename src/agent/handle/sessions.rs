@@ -1,0 +1,375 @@
+//! Sessions: open, show, beat, checkpoint, close, fence, readmit.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Agent, PATIENCE, Sign, actor, unavailable, workspace_id, workspaces};
+use crate::agent::failure::{Caller, Failure};
+use crate::agent::host::Host;
+use crate::agent::open::{Wish, hash_token};
+use crate::agent::slot::{Applied, Inner, LeaseClock, Slot, take_journal};
+use crate::agent::{show, view};
+use crate::kernel::clock;
+use crate::model::code::Code;
+use crate::model::facts::Fact;
+use crate::model::head::{Digest, HeadAt};
+use crate::model::ids::{LeaseId, PublicationKey, SessionId, Version};
+use crate::model::journal::Journal;
+use crate::model::lease::HolderKind;
+use crate::model::session::{CloseMode, Disposition, Loss, Session, State, Work};
+use crate::model::step::{Event, Published};
+use crate::model::view::{
+    BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened, ReadmitSession, SessionView,
+};
+use crate::model::workspace::{Acquire, Acquired, Refusal};
+use crate::workload::{self, Place};
+
+/// Captures and removals of large uppers take their time.
+const LONG: Duration = Duration::from_secs(3600);
+
+impl Agent {
+    /// Opens a session; creates the workspace first if that is wished and it is missing.
+    pub async fn open(&self, by: &Caller, wish: OpenSession) -> Result<Opened, Failure> {
+        let by = by.clone();
+        let made = self
+            .blocking(move |host| {
+                if let Some(create) = wish.create.clone() {
+                    match workspaces::create(host, &by, create) {
+                        Err(f) if f.code != Code::WorkspaceExists => return Err(f),
+                        Ok(_) | Err(_) => {}
+                    }
+                }
+                let wish = Wish::check(host, &by, wish)?;
+                host.open(&by, wish)
+            })
+            .await?;
+        let session = self.session_view(&made.slot);
+        Ok(Opened { session, token: made.token, ticket: made.ticket, predecessor: made.predecessor })
+    }
+
+    /// All sessions that are not closed.
+    pub async fn sessions(&self) -> Result<Vec<SessionView>, Failure> {
+        Ok(self.0.slots().iter().map(|slot| self.session_view(slot)).collect())
+    }
+
+    /// One session.
+    pub async fn session(&self, id: SessionId) -> Result<SessionView, Failure> {
+        Ok(self.session_view(&*self.slot(id)?))
+    }
+
+    /// Everything the client needs to place a command; refused when no new work may start.
+    pub async fn permit(&self, by: &Caller, id: SessionId) -> Result<Place, Failure> {
+        let slot = self.slot(id)?;
+        let s = slot.session();
+        s.may_start_work().map_err(|code| denied(&s, code))?;
+        tracing::info!(OVERFENCE_SESSION = %id, "{} starts a command", actor(by));
+        let paths = &self.0.paths;
+        Ok(Place {
+            session: id,
+            workspace: s.workspace.clone(),
+            generation: s.generation,
+            cgroup: paths.cgroup(id),
+            merged: slot.dirs.merged.clone(),
+            run_dir: paths.inside_of(id),
+            record: paths.init_of(id),
+            cell: Some(paths.cell.clone()),
+            state_dir: paths.state.clone(),
+            user: workload::User { uid: s.run_as.uid, gid: s.run_as.gid, groups: vec![] },
+            mapped: s.run_as.mapped,
+            network: if s.run_as.host_network { workload::Network::Host } else { workload::Network::Own },
+            holder: match s.holder {
+                HolderKind::Process => workload::Holder::Process,
+                HolderKind::Beat => workload::Holder::Beat,
+            },
+            ttl: s.ttl,
+            binary: std::env::current_exe().unwrap_or_default(),
+        })
+    }
+
+    /// A sign of life.
+    pub async fn beat(&self, id: SessionId, sign: Sign) -> Result<BeatAnswer, Failure> {
+        let slot = self.slot(id)?;
+        let s = slot.session();
+        match (sign, s.holder) {
+            (Sign::Token(token), HolderKind::Beat) => {
+                // Digests of equal length are compared; what their timing tells is of a hash.
+                if hash_token(&token) != s.token {
+                    return Err(Code::BadToken.into());
+                }
+            }
+            (Sign::Token(_), HolderKind::Process) => {
+                return Err(Failure::new(Code::Denied, "this lease follows its session's command, not a token"));
+            }
+            (Sign::Socket { .. }, HolderKind::Beat) => {}
+            (Sign::Socket { pid }, HolderKind::Process) => {
+                let init = show::init_of(&self.0.paths, id).ok().flatten();
+                if init.is_none_or(|init| init.pid != pid) {
+                    return Err(Failure::new(Code::Denied, "this lease follows its session's command; only the session's init speaks for it"));
+                }
+            }
+        }
+        self.0.sign(&slot).map_err(|code| denied(&s, code))?;
+        let inner = slot.lock();
+        Ok(BeatAnswer {
+            state: if inner.session.doubt.is_some() { "doubt" } else { "active" }.to_owned(),
+            generation: inner.session.generation.0,
+            remaining_ms: i64::try_from(inner.deadline().0.since(clock::now()).as_millis()).unwrap_or(i64::MAX),
+        })
+    }
+
+    /// Captures the upper and publishes it. A session that lost its lease is offered to the
+    /// authority all the same: the refusal is the authority's and goes into its history.
+    pub async fn checkpoint(&self, by: &Caller, id: SessionId) -> Result<Checkpointed, Failure> {
+        let slot = self.slot(id)?;
+        let key = PublicationKey::fresh();
+        let s = slot.session();
+        if matches!(s.state, State::Fencing | State::Fenced | State::Preserved) {
+            return Err(self.refused_by_authority(s, key).await);
+        }
+        taken(&slot, self.0.apply(&slot, Event::CheckpointAsked { key }, &actor(by)))?;
+        let done = |inner: &Inner| !under_way(&inner.session, key);
+        let (s, ok) = slot.wait_for(LONG, done).await;
+        if !ok {
+            return Err(Failure::new(Code::TimedOut, "the checkpoint goes on; `session inspect` shows it"));
+        }
+        let (answer, frozen_for) = {
+            let mut inner = slot.lock();
+            (inner.answers.remove(&key), inner.frozen_for)
+        };
+        let outcome = match answer {
+            Some(Published::Committed { .. }) => "committed",
+            Some(Published::Refused { refusal }) => return Err(refusal.into()),
+            Some(Published::Unknown { why }) => {
+                return Err(Failure::new(Code::UnknownPublication, format!("publication {key} has no known outcome yet: {why}")));
+            }
+            None if !s.holds_lease() => return Err(denied(&s, Code::LeaseLost)),
+            None => match s.trouble {
+                Some(why) => return Err(Failure::new(Code::Internal, why)),
+                None => "unchanged",
+            },
+        };
+        Ok(Checkpointed {
+            outcome: outcome.to_owned(),
+            key: key.to_string(),
+            layer: s.own_layer,
+            at: s.expected,
+            frozen_ms: u64::try_from(frozen_for.as_millis()).unwrap_or(u64::MAX),
+        })
+    }
+
+    async fn refused_by_authority(&self, s: Session, key: PublicationKey) -> Failure {
+        let lost = denied(&s, Code::LeaseLost);
+        // An offer that cannot be committed even if the authority still knew the lease: no
+        // workspace has this version. A stopped session's bytes go only where a person sends them.
+        let never = HeadAt { version: Version(u64::MAX), head: s.expected.head.clone() };
+        let asked = self
+            .blocking(move |host| {
+                host.offer(&s, key, Digest([0; 32]), never).map_err(|e| Failure::new(Code::AuthorityUnavailable, e))
+            })
+            .await;
+        match asked {
+            Ok(Err(refusal)) if refusal.code != Code::VersionMismatch => refusal.into(),
+            Ok(_) => lost,
+            Err(failure) => failure,
+        }
+    }
+
+    /// Ends a session by its owner's wish.
+    pub async fn close(&self, by: &Caller, id: SessionId, wish: CloseSession) -> Result<SessionView, Failure> {
+        let slot = self.slot(id)?;
+        let mode = match wish.mode {
+            Some(mode) => mode,
+            None => {
+                let upper = slot.dirs.upper.clone();
+                let empty = self
+                    .blocking(move |_| {
+                        let dir = crate::kernel::walk::Dir::open(&upper).map_err(super::internal)?;
+                        crate::upper::changes::is_empty(std::os::fd::AsFd::as_fd(&dir)).map_err(super::internal)
+                    })
+                    .await?;
+                if !empty {
+                    return Err(denied(&slot.session(), Code::UncommittedBytes));
+                }
+                // Should something be written before the session's end, it is kept, not lost.
+                CloseMode::Keep
+            }
+        };
+        let empty_close = wish.mode.is_none();
+        let mode = if empty_close { CloseMode::Checkpoint } else { mode };
+        let key = PublicationKey::fresh();
+        taken(&slot, self.0.apply(&slot, Event::CloseAsked { mode, key }, &actor(by)))?;
+        let over = |inner: &Inner| {
+            matches!(
+                inner.session.state,
+                State::Closed | State::Preserved | State::Fenced | State::Quarantined
+            )
+        };
+        let (s, ok) = slot.wait_for(LONG, over).await;
+        if !ok {
+            return Err(Failure::new(Code::TimedOut, "the close goes on; `session inspect` shows it"));
+        }
+        let answer = slot.lock().answers.remove(&key);
+        if s.state != State::Closed && mode != CloseMode::Keep {
+            return Err(match answer {
+                Some(Published::Refused { refusal }) => refusal.into(),
+                Some(Published::Unknown { .. } | Published::Committed { .. }) | None => Failure::new(
+                    Code::Partial,
+                    format!("session {id} is {}: {}", s.state, s.trouble.or(s.loss.map(|l| l.to_string())).unwrap_or_default()),
+                ),
+            });
+        }
+        let view = self.session_view(&slot);
+        if s.state == State::Closed {
+            self.0.forget(id);
+        }
+        Ok(view)
+    }
+
+    /// Stops a session by an operator's wish: freezes first, then revokes.
+    pub async fn fence(&self, by: &Caller, id: SessionId, wish: FenceSession) -> Result<Fenced, Failure> {
+        let slot = self.slot(id)?;
+        let to = wish.to.unwrap_or(Fact::ReadOnly);
+        if to == Fact::Gone {
+            return Err(Failure::new(Code::BadRequest, "a fence goes to frozen, read-only or killed; what is gone is removed by `preserved discard`"));
+        }
+        {
+            let mut inner = slot.lock();
+            inner.session.policy.fence_to = to;
+            if let Some(on_busy) = wish.on_busy {
+                inner.session.policy.on_busy = on_busy;
+            }
+        }
+        let reason = if wish.reason.is_empty() { "no reason given".to_owned() } else { wish.reason };
+        if slot.session().holds_lease() {
+            let loss = Loss::Operator { by: actor(by), reason };
+            self.0.apply(&slot, Event::LeaseLost { loss, revoke: true }, &actor(by));
+        } else {
+            // Fenced already; a stronger fact may be wanted now.
+            self.0.apply(&slot, Event::Tick { now: clock::now() }, &actor(by));
+        }
+        let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(LONG);
+        slot.wait_for(wait, |inner| {
+            let s = &inner.session;
+            !s.holds_lease() && view::missing(s).is_none() || s.busy_since.is_some() && to != Fact::Killed
+        })
+        .await;
+        Ok(self.fenced(&slot))
+    }
+
+    /// [`Agent::fence`] for the session that writes a workspace.
+    pub async fn fence_workspace(&self, by: &Caller, workspace: &str, wish: FenceSession) -> Result<Fenced, Failure> {
+        let id = workspace_id(workspace)?;
+        let writer = self.0.slots().into_iter().find(|slot| {
+            let s = slot.session();
+            s.workspace == id && s.holds_lease()
+        });
+        match writer {
+            Some(slot) => self.fence(by, slot.id, wish).await,
+            None => Err(Failure::new(Code::UnknownSession, format!("nobody writes workspace {id} on this host"))),
+        }
+    }
+
+    pub(super) fn fenced(&self, slot: &Slot) -> Fenced {
+        let session = self.session_view(slot);
+        let effective = slot.session().facts.has(Fact::Frozen);
+        Fenced { result: if effective { "effective" } else { "pending" }.to_owned(), session }
+    }
+
+    /// Gives a fenced session a new lease and generation and lets it run on.
+    pub async fn readmit(&self, by: &Caller, id: SessionId, wish: ReadmitSession) -> Result<SessionView, Failure> {
+        if wish.authorised_by.trim().is_empty() || wish.reason.trim().is_empty() {
+            return Err(Failure::new(Code::BadRequest, "a readmission wants --authorised-by NAME and --reason TEXT"));
+        }
+        let slot = self.slot(id)?;
+        let (asked, who) = (Arc::clone(&slot), actor(by));
+        self.blocking(move |host| host.readmit_now(&asked, &who, &wish.authorised_by, &wish.reason)).await?;
+        let settled = |inner: &Inner| inner.session.work != Some(Work::Resume);
+        let (s, ok) = slot.wait_for(PATIENCE, settled).await;
+        match (ok, s.state) {
+            (true, State::Active) => Ok(self.session_view(&slot)),
+            (_, _) => Err(Failure::new(Code::Partial, format!("session {id} is {}: {}", s.state, s.trouble.unwrap_or_default()))),
+        }
+    }
+}
+
+impl Host {
+    /// The acquisition of a readmission and the session's new record, in one transaction.
+    pub fn readmit_now(self: &Arc<Self>, slot: &Arc<Slot>, actor: &str, by: &str, reason: &str) -> Result<(), Failure> {
+        let mut inner = slot.lock();
+        let before = inner.session.clone();
+        before.readmittable().map_err(|code| denied(&before, code))?;
+        let ask = Acquire {
+            workspace: before.workspace.clone(),
+            lease: LeaseId::fresh(),
+            owner: before.owner.clone(),
+            host: self.id,
+            session: before.id,
+            holder: before.holder,
+            ttl: before.ttl,
+            max_lifetime: self.config.lease.max_lifetime,
+            force: None,
+            only_at: Some(before.expected.clone()),
+        };
+        let sent = clock::now();
+        let granted = {
+            let inner = &mut *inner;
+            let rider = |outcome: &Result<Acquired, Refusal>| {
+                let Ok(acquired) = outcome else { return Journal::default() };
+                let event = Event::Readmitted {
+                    lease: acquired.lease.id,
+                    generation: acquired.lease.generation,
+                    ends: acquired.lease.ends.ns,
+                    authorised_by: by.to_owned(),
+                    reason: reason.to_owned(),
+                };
+                self.apply_locked(inner, event, actor);
+                take_journal(inner).unwrap_or_default()
+            };
+            self.authority.acquire(&ask, Box::new(rider))
+        };
+        let acquired = match granted {
+            Ok(Ok(acquired)) => acquired,
+            Ok(Err(refusal)) => return Err(refusal.into()),
+            Err(fault) => {
+                // What the rider stepped was not committed.
+                inner.undo(before);
+                return Err(unavailable(fault));
+            }
+        };
+        inner.lease = LeaseClock::granted(sent, inner.session.ttl, inner.session.ends);
+        self.store
+            .raise_mark(&inner.session.workspace, acquired.lease.generation)
+            .map_err(unavailable)?;
+        self.refresh_deadline(&inner);
+        self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))?;
+        self.wake_worker(slot, &mut inner);
+        Ok(())
+    }
+}
+
+fn under_way(s: &Session, key: PublicationKey) -> bool {
+    matches!(&s.work, Some(Work::Checkpoint { key: k, .. }) if *k == key)
+}
+
+fn taken(slot: &Slot, applied: Applied) -> Result<(), Failure> {
+    match applied {
+        Applied::Taken => Ok(()),
+        Applied::Refused(code) => Err(denied(&slot.session(), code)),
+    }
+}
+
+/// A refusal by the session's own state, with what is known of it.
+pub(super) fn denied(s: &Session, code: Code) -> Failure {
+    let why = match (&s.loss, &s.doubt) {
+        (Some(loss), _) => format!(" {loss}."),
+        (None, Some(doubt)) => format!(" {doubt}."),
+        (None, None) => String::new(),
+    };
+    let next = match code {
+        Code::LeaseLost => " `overfence preserved export` saves its bytes, `overfence readmit` brings it back.",
+        Code::Doubt => " Wait for the authority, or for the deadline.",
+        _ => "",
+    };
+    let kept = matches!(s.disposition, Some(Disposition::Clean)).then_some(" Nothing uncommitted is left.").unwrap_or_default();
+    Failure::new(code, format!("session {} is {}: {}{why}{kept}{next}", s.id, s.state, code.meaning()))
+}

@@ -1,0 +1,149 @@
+//! Workspaces and leases.
+
+use std::os::fd::AsFd as _;
+use std::time::Duration;
+
+use super::{Agent, PATIENCE, actor, internal, unavailable, unique, workspace_id};
+use crate::agent::failure::{Caller, Failure};
+use crate::agent::host::Host;
+use crate::agent::view::word;
+use crate::authority::NewWorkspace;
+use crate::kernel::walk::Dir;
+use crate::model::code::Code;
+use crate::model::facts::Fact;
+use crate::model::head::Digest;
+use crate::model::ids::{LeaseId, WorkspaceId};
+use crate::model::journal::{Draft, Journal};
+use crate::model::lease::{Lease, LeaseState};
+use crate::model::session::Loss;
+use crate::model::step::Event;
+use crate::model::view::{CreateWorkspace, Fenced, HistoryView, LeaseView, RevokeLease, WorkspaceView};
+use crate::model::workspace::{Refusal, Workspace};
+use crate::upper::layer::{self, Source, Writers};
+
+impl Agent {
+    /// Creates a workspace; its lowers are captured once, as its first layers.
+    pub async fn create_workspace(&self, by: &Caller, wish: CreateWorkspace) -> Result<WorkspaceView, Failure> {
+        let by = by.clone();
+        self.blocking(move |host| create(host, &by, wish).map(|w| host.workspace_view(&w))).await
+    }
+
+    /// All workspaces.
+    pub async fn workspaces(&self) -> Result<Vec<WorkspaceView>, Failure> {
+        self.blocking(|host| {
+            let known = host.authority.list().map_err(unavailable)?;
+            Ok(known.iter().map(|w| host.workspace_view(w)).collect())
+        })
+        .await
+    }
+
+    /// One workspace.
+    pub async fn workspace(&self, id: &str) -> Result<WorkspaceView, Failure> {
+        let id = workspace_id(id)?;
+        self.blocking(move |host| find(host, &id).map(|w| host.workspace_view(&w))).await
+    }
+
+    /// Publications, refusals and takeover records, newest first.
+    pub async fn history(&self, id: &str, limit: usize) -> Result<Vec<HistoryView>, Failure> {
+        let id = workspace_id(id)?;
+        self.blocking(move |host| {
+            find(host, &id)?;
+            let rows = host.authority.history(&id, limit).map_err(unavailable)?;
+            let view = |row: crate::authority::HistoryRow| HistoryView {
+                at: row.at,
+                kind: row.kind,
+                generation: row.generation.0,
+                session: row.session.map(|s| s.to_string()),
+                detail: row.detail,
+            };
+            Ok(rows.into_iter().map(view).collect())
+        })
+        .await
+    }
+
+    /// The present or last lease of every workspace.
+    pub async fn leases(&self) -> Result<Vec<LeaseView>, Failure> {
+        self.blocking(|host| {
+            let known = host.authority.list().map_err(unavailable)?;
+            let leases = known.iter().filter_map(|w| w.lease.as_ref().map(|l| host.lease_view(w, l)));
+            Ok(leases.collect())
+        })
+        .await
+    }
+
+    /// Takes a lease away. Its session, when it is on this host, is frozen first.
+    pub async fn revoke(&self, by: &Caller, lease: &str, wish: RevokeLease) -> Result<Fenced, Failure> {
+        let prefix = lease.to_owned();
+        let (workspace, lease) = self.blocking(move |host| find_lease(host, &prefix)).await?;
+        let reason = if wish.reason.is_empty() { "no reason given".to_owned() } else { wish.reason };
+        if !lease.state.may_publish() {
+            let code = match lease.state {
+                LeaseState::Released => Code::LeaseReleased,
+                LeaseState::Expired => Code::LeaseExpired,
+                LeaseState::Revoked | LeaseState::Active | LeaseState::Releasing => Code::LeaseRevoked,
+            };
+            return Err(Failure::new(code, format!("lease {} is {} already", lease.id, word(&lease.state))));
+        }
+        let slot = self.0.slot(lease.session).ok_or_else(|| {
+            let text = format!("lease {} of {workspace} is held by a session on another host; revoke it there", lease.id);
+            Failure::new(Code::UnknownSession, text)
+        })?;
+        let loss = Loss::Revoked { by: actor(by), reason };
+        self.0.apply(&slot, Event::LeaseLost { loss, revoke: true }, &actor(by));
+        let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(PATIENCE);
+        slot.wait_for(wait, |inner| inner.session.facts.has(Fact::Frozen)).await;
+        Ok(self.fenced(&slot))
+    }
+}
+
+/// A workspace that exists.
+pub(super) fn find(host: &Host, id: &WorkspaceId) -> Result<Workspace, Failure> {
+    host.authority.get(id).map_err(unavailable)?.filter(|w| !w.deleted).ok_or_else(|| {
+        Failure::new(Code::UnknownWorkspace, format!("no workspace {id}; `overfence workspace create {id}` makes one"))
+    })
+}
+
+fn find_lease(host: &Host, prefix: &str) -> Result<(WorkspaceId, Lease), Failure> {
+    let known = host.authority.list().map_err(unavailable)?;
+    let leases: Vec<_> = known.into_iter().filter_map(|w| w.lease.map(|l| (w.id, l))).collect();
+    let id: LeaseId = unique(prefix, "l-", leases.iter().map(|(_, l)| l.id), Code::UnknownLease)?;
+    leases
+        .into_iter()
+        .find(|(_, l)| l.id == id)
+        .ok_or_else(|| Failure::from(Code::UnknownLease))
+}
+
+/// Captures the lowers, then creates the record.
+pub(super) fn create(host: &Host, by: &Caller, wish: CreateWorkspace) -> Result<Workspace, Failure> {
+    let bad = |e: &dyn std::fmt::Display| Failure::new(Code::BadRequest, e.to_string());
+    let id = workspace_id(&wish.id)?;
+    let owner = wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?;
+    if host.authority.get(&id).map_err(unavailable)?.is_some_and(|w| !w.deleted) {
+        return Err(Failure::new(Code::WorkspaceExists, format!("workspace {id} exists")));
+    }
+    let mut layers: Vec<Digest> = Vec::new();
+    for lower in &wish.lowers {
+        let path = lower.path().ok_or_else(|| bad(&format!("{:?} is not a well-formed path", lower.0)))?;
+        if !path.is_absolute() {
+            return Err(bad(&format!("{} is not absolute", path.display())));
+        }
+        let dir = Dir::open(&path).map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
+        let captured = layer::capture(Source::Directory(dir.as_fd()), Writers::MayRun, &host.layers)
+            .map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
+        layers.extend(captured.map(|c| c.diff_id));
+    }
+    let new = NewWorkspace { id: id.clone(), owner, contact: wish.contact, labels: wish.labels, layers };
+    let rider = |outcome: &Result<Workspace, Refusal>| {
+        let entry = Draft {
+            kind: "workspace_create".to_owned(),
+            workspace: Some(id.clone()),
+            session: None,
+            generation: outcome.as_ref().ok().map(|w| w.generation),
+            actor: actor(by),
+            detail: serde_json::json!({ "answer": outcome }),
+        };
+        Journal { sessions: vec![], entries: vec![entry] }
+    };
+    let created = host.authority.create(&new, Box::new(rider)).map_err(internal)?;
+    Ok(created?)
+}

@@ -1,0 +1,237 @@
+//! What all parts of the agent share: the configuration, the authority, the store, the sessions,
+//! and the few things of the kernel that are held once a host.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use super::deadlines::Deadlines;
+use super::effects::text;
+use super::metrics::Metrics;
+use super::paths::Paths;
+use super::slot::{Inner, Slot};
+use crate::authority::Authority;
+use crate::config::Config;
+use crate::kernel::deadlines::{Deadline, Table};
+use crate::kernel::events::CgroupEvents;
+use crate::kernel::gone::{Gone, Probe, UnmountWatch, index_probe};
+use crate::model::facts::Proof;
+use crate::model::ids::{BootId, HostId, SessionId};
+use crate::model::session::Session;
+use crate::model::time::BootNs;
+use crate::store::Store;
+use crate::upper::remove::SessionDirs;
+use crate::upper::store::LayerStore;
+
+/// A session socket for the API to serve.
+pub type SessionSocket = (SessionId, std::os::unix::net::UnixListener);
+
+/// Shared by all threads and tasks of the agent.
+pub struct Host {
+    /// The effective configuration.
+    pub config: Config,
+    /// Where things are.
+    pub paths: Paths,
+    /// This host.
+    pub id: HostId,
+    /// This boot.
+    pub boot: BootId,
+    /// The host's durable state.
+    pub store: Arc<Store>,
+    /// Who decides.
+    pub authority: Arc<dyn Authority>,
+    /// Captured layers.
+    pub layers: LayerStore,
+    /// The agent's deadline timer.
+    pub deadlines: Deadlines,
+    /// Watches overlays until their superblocks die.
+    pub gone: GoneProver,
+    /// Watches the sealed cgroups.
+    pub events: CgroupEvents,
+    /// Counters.
+    pub metrics: Metrics,
+    /// Where blocking work is run.
+    pub runtime: tokio::runtime::Handle,
+    pub(super) sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
+    pub(super) state: Mutex<HostState>,
+    sessions: RwLock<BTreeMap<SessionId, Arc<Slot>>>,
+    table: Mutex<Table>,
+    sync: Mutex<()>,
+    stopping: AtomicBool,
+}
+
+/// What changes and is shown.
+#[derive(Debug, Default)]
+pub struct HostState {
+    /// Everything stale has `freeze=1` written.
+    pub ready: bool,
+    /// Why the authority does not answer, if it does not.
+    pub authority_trouble: Option<String>,
+    /// The last reconcile in a line.
+    pub reconcile: String,
+    /// Bytes in preserved deltas at the last sweep.
+    pub preserved_bytes: u64,
+}
+
+/// What [`Host::new`] is made of.
+pub struct Parts {
+    /// See [`Host::config`].
+    pub config: Config,
+    /// See [`Host::paths`].
+    pub paths: Paths,
+    /// See [`Host::boot`].
+    pub boot: BootId,
+    /// See [`Host::store`].
+    pub store: Arc<Store>,
+    /// See [`Host::authority`].
+    pub authority: Arc<dyn Authority>,
+    /// See [`Host::layers`].
+    pub layers: LayerStore,
+    /// The keeper's table.
+    pub table: Table,
+    /// See [`Host::runtime`].
+    pub runtime: tokio::runtime::Handle,
+    /// Takes session sockets.
+    pub sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
+}
+
+impl Host {
+    /// Puts the parts together; starts nothing.
+    pub fn new(parts: Parts) -> crate::kernel::Result<Arc<Self>> {
+        let Parts { config, paths, boot, store, authority, layers, table, runtime, sockets } = parts;
+        Ok(Arc::new(Self {
+            id: store.host(),
+            gone: GoneProver { watch: UnmountWatch::new()?, scratch: paths.state.clone() },
+            config,
+            paths,
+            boot,
+            store,
+            authority,
+            layers,
+            deadlines: Deadlines::new()?,
+            events: CgroupEvents::new()?,
+            metrics: Metrics::new(),
+            runtime,
+            sockets,
+            state: Mutex::default(),
+            sessions: RwLock::default(),
+            table: Mutex::new(table),
+            sync: Mutex::new(()),
+            stopping: AtomicBool::new(false),
+        }))
+    }
+
+    /// Whether the agent is to stop.
+    pub fn stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    /// Ends the threads and tasks; sessions and their mounts go on.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Relaxed);
+        self.deadlines.wake();
+    }
+
+    /// A session by its id.
+    pub fn slot(&self, id: SessionId) -> Option<Arc<Slot>> {
+        self.sessions.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
+    }
+
+    /// All sessions that are not closed.
+    pub fn slots(&self) -> Vec<Arc<Slot>> {
+        self.sessions.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    /// Adds a session.
+    pub fn adopt(&self, slot: &Arc<Slot>) {
+        self.sessions.write().unwrap_or_else(PoisonError::into_inner).insert(slot.id, Arc::clone(slot));
+    }
+
+    /// Drops a closed session.
+    pub fn forget(&self, id: SessionId) {
+        self.sessions.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
+    }
+
+    /// The keeper's table; the agent alone writes it.
+    pub fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The turn for an operation that syncs the whole file system of the uppers.
+    pub fn sync_turn(&self) -> MutexGuard<'_, ()> {
+        self.sync.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is shown of the host.
+    pub fn shown(&self) -> MutexGuard<'_, HostState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers whether the authority answers.
+    pub fn authority_answers(&self, trouble: Option<&str>) {
+        self.shown().authority_trouble = trouble.map(str::to_owned);
+    }
+
+    /// Enters a deadline into the keeper's table.
+    pub fn enter_deadline(&self, s: &Session, deadline: BootNs) -> Result<(), String> {
+        let entry = Deadline {
+            session: s.id,
+            generation: s.generation,
+            deadline,
+            cgroup: self.paths.cgroup(s.id),
+        };
+        self.table().set(&entry).map_err(text)
+    }
+
+    /// Tells the keeper and the timer a deadline that moved.
+    pub fn refresh_deadline(&self, inner: &Inner) {
+        let (deadline, _) = inner.deadline();
+        if let Err(fault) = self.enter_deadline(&inner.session, deadline) {
+            tracing::error!(OVERFENCE_SESSION = %inner.session.id, "the keeper's entry was not written: {fault}");
+        }
+        self.deadlines.set(inner.session.id, deadline);
+    }
+
+    /// A session's cgroup as the hierarchy names it, as in `/proc/PID/cgroup`.
+    pub fn cgroup_in_hierarchy(&self, id: SessionId) -> String {
+        format!("/{}/{id}", self.config.cgroup.display())
+    }
+}
+
+/// Proves that an overlay's superblock died.
+pub struct GoneProver {
+    watch: UnmountWatch,
+    scratch: PathBuf,
+}
+
+impl GoneProver {
+    /// Watches a mounted overlay.
+    pub fn watch(&self, root: &std::os::fd::OwnedFd, id: SessionId) -> crate::kernel::Result<()> {
+        self.watch.watch(root, id)
+    }
+
+    /// By the watch if there was one while it was mounted, else by a probe mount of the upper.
+    pub fn prove(
+        &self,
+        id: SessionId,
+        dirs: &SessionDirs,
+        patience: Duration,
+    ) -> crate::kernel::Result<Option<Proof>> {
+        let watched = self.watch.is_watched(id);
+        let wait = if watched { patience } else { Duration::ZERO };
+        let proof = match self.watch.wait_gone(id, wait)? {
+            Gone::Gone(proof) => Some(proof),
+            Gone::StillAlive if watched => None,
+            Gone::StillAlive => match index_probe(&dirs.upper, &self.scratch)? {
+                Probe::Dead(proof) => Some(proof),
+                Probe::Alive => None,
+            },
+        };
+        if proof.is_some() {
+            self.watch.forget(id);
+        }
+        Ok(proof)
+    }
+}

@@ -1,0 +1,178 @@
+//! Counters and gauges, `overfence_*`, in base units and without session ids.
+
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::registry::Registry;
+
+use crate::model::code::Code;
+use crate::model::facts::Fact;
+use crate::model::session::{Session, State};
+use crate::model::step::Event;
+use crate::model::time::BootNs;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByReason {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByFact {
+    fact: &'static str,
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByEffect {
+    effect: &'static str,
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByState {
+    state: String,
+}
+
+/// The agent's metrics.
+pub struct Metrics {
+    registry: Registry,
+    renewal_failures: Counter,
+    refused: Family<ByReason, Counter>,
+    fences: Family<ByFact, Counter>,
+    effects: Family<ByEffect, Counter>,
+    fence_seconds: Histogram,
+    foreign_thaws: Counter,
+    sessions: Family<ByState, Gauge>,
+    active: Gauge,
+    preserved_bytes: Gauge,
+    reconciled: Gauge<f64, AtomicU64>,
+    bytes_freed: Counter,
+}
+
+impl Metrics {
+    /// All at zero.
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("overfence");
+        let renewal_failures = Counter::default();
+        registry.register("lease_renewal_failures", "Renewals without a good answer", renewal_failures.clone());
+        let refused = Family::default();
+        registry.register("publications_refused", "Publications the authority refused", Family::clone(&refused));
+        let fences = Family::default();
+        registry.register("fences", "Facts of fences by result", Family::clone(&fences));
+        let effects = Family::default();
+        registry.register("effects", "Effects performed by result", Family::clone(&effects));
+        let fence_seconds = Histogram::new(exponential_buckets(0.000_05, 2.0, 18));
+        registry.register("fence_seconds", "From the passed deadline to the proof of frozen", fence_seconds.clone());
+        let foreign_thaws = Counter::default();
+        registry.register("foreign_thaws", "Fenced sessions thawed by somebody else", foreign_thaws.clone());
+        let sessions = Family::default();
+        registry.register("sessions", "Sessions by state", Family::clone(&sessions));
+        let active = Gauge::default();
+        registry.register("active_writer_leases", "Sessions that hold their lease", active.clone());
+        let preserved_bytes = Gauge::default();
+        registry.register("preserved_bytes", "Bytes in preserved deltas", preserved_bytes.clone());
+        let reconciled = Gauge::default();
+        registry.register(
+            "reconcile_last_success_timestamp_seconds",
+            "Wall-clock time of the last complete reconcile",
+            reconciled.clone(),
+        );
+        let bytes_freed = Counter::default();
+        registry.register("removed_bytes", "Bytes freed by removals", bytes_freed.clone());
+        Self {
+            registry,
+            renewal_failures,
+            refused,
+            fences,
+            effects,
+            fence_seconds,
+            foreign_thaws,
+            sessions,
+            active,
+            preserved_bytes,
+            reconciled,
+            bytes_freed,
+        }
+    }
+
+    /// A renewal that was not granted or not answered.
+    pub fn renewal_failed(&self) {
+        self.renewal_failures.inc();
+    }
+
+    /// A publication that the authority refused.
+    pub fn refused(&self, code: Code) {
+        self.refused.get_or_create(&ByReason { reason: code.as_str() }).inc();
+    }
+
+    /// An effect that was done or failed.
+    pub fn effect(&self, effect: &'static str, ok: bool, _took: Duration) {
+        let result = if ok { "ok" } else { "failed" };
+        self.effects.get_or_create(&ByEffect { effect, result }).inc();
+    }
+
+    /// An event of a session.
+    pub fn event(&self, event: &Event, from: State, _to: State) {
+        let fact = |fact: Fact, result| {
+            self.fences.get_or_create(&ByFact { fact: fact.name(), result }).inc();
+        };
+        let fenced = matches!(from, State::Fencing | State::Fenced | State::Preserved);
+        match event {
+            Event::Frozen { .. } if fenced => fact(Fact::Frozen, "proved"),
+            Event::FreezeLate { .. } if fenced => fact(Fact::Frozen, "late"),
+            Event::ReadOnly { .. } if fenced => fact(Fact::ReadOnly, "proved"),
+            Event::Busy { .. } if fenced => fact(Fact::ReadOnly, "busy"),
+            Event::Killed { .. } => fact(Fact::Killed, "proved"),
+            Event::Gone { .. } => fact(Fact::Gone, "proved"),
+            Event::ForeignThaw { .. } => {
+                self.foreign_thaws.inc();
+            }
+            Event::Removed { bytes, .. } => {
+                self.bytes_freed.inc_by(*bytes);
+            }
+            _ => {}
+        }
+    }
+
+    /// How long after its deadline a session was proved frozen.
+    pub fn fenced_after(&self, s: &Session, deadline: BootNs) {
+        if let Some(proof) = s.facts.0.get(&Fact::Frozen) {
+            self.fence_seconds.observe(proof.at.since(deadline).as_secs_f64());
+        }
+    }
+
+    /// After a complete reconcile.
+    pub fn reconciled(&self, states: &std::collections::BTreeMap<State, u64>, preserved_bytes: u64) {
+        self.sessions.clear();
+        for (state, n) in states {
+            self.sessions
+                .get_or_create(&ByState { state: state.to_string().to_lowercase() })
+                .set(i64::try_from(*n).unwrap_or(i64::MAX));
+        }
+        let holding = [State::Opening, State::Active, State::Releasing];
+        let active: u64 = holding.iter().filter_map(|s| states.get(s)).sum();
+        self.active.set(i64::try_from(active).unwrap_or(i64::MAX));
+        self.preserved_bytes.set(i64::try_from(preserved_bytes).unwrap_or(i64::MAX));
+        self.reconciled.set(jiff::Timestamp::now().as_duration().as_secs_f64());
+    }
+
+    /// OpenMetrics text.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        // Writing to a string does not fail.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}

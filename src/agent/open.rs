@@ -1,0 +1,350 @@
+//! Opening a session: acquire, make, show. Three durable steps and no more: the acquisition with
+//! the intent and its evidence; the high-water mark; ACTIVE with its evidence. What fails is
+//! rolled back to nothing through the same removal as everything else.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::sync::Arc;
+use std::time::Duration;
+
+use sha2::Digest as _;
+
+use super::effects::text;
+use super::failure::{Caller, Failure};
+use super::host::Host;
+use super::slot::{LeaseClock, Slot, draft};
+use crate::kernel::cgroup::Cgroup;
+use crate::kernel::clock;
+use crate::kernel::idmap::IdMap;
+use crate::kernel::overlay::{self, Spec};
+use crate::model::code::Code;
+use crate::model::head::{Digest, HeadAt};
+use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
+use crate::model::journal::Journal;
+use crate::model::lease::{self, HolderKind};
+use crate::model::session::{Loss, Policy, RunAs, Session, State};
+use crate::model::step::Event;
+use crate::model::view::OpenSession;
+use crate::model::workspace::{Acquire, Acquired, Predecessor, Refusal};
+use crate::upper::remove;
+
+/// A session that was opened.
+pub struct Made {
+    /// Its slot.
+    pub slot: Arc<Slot>,
+    /// The lease token.
+    pub token: String,
+    /// The signed ticket.
+    pub ticket: String,
+    /// Who wrote before.
+    pub predecessor: Option<Predecessor>,
+}
+
+/// A checked wish.
+pub struct Wish {
+    workspace: WorkspaceId,
+    owner: Owner,
+    holder: HolderKind,
+    ttl: Duration,
+    max_lifetime: Duration,
+    run_as: RunAs,
+    policy: Policy,
+    force: bool,
+    wait: Duration,
+    labels: BTreeMap<String, String>,
+}
+
+impl Wish {
+    /// Checks a request.
+    pub fn check(host: &Host, by: &Caller, wish: OpenSession) -> Result<Self, Failure> {
+        let bad = |e: &dyn std::fmt::Display| Failure::new(Code::BadRequest, e.to_string());
+        let ttl = wish.ttl_ms.map_or(host.config.lease.ttl, Duration::from_millis);
+        let ttl = lease::checked_ttl(ttl).map_err(|e| bad(&e))?;
+        let uid = wish.uid.unwrap_or(host.config.workload.uid);
+        let gid = wish.gid.unwrap_or(if wish.uid.is_some() { uid } else { host.config.workload.gid });
+        let mut policy = host.config.policy();
+        if let Some(on_busy) = wish.on_busy {
+            policy.on_busy = on_busy;
+        }
+        if let Some(ms) = wish.kill_after_ms {
+            policy.kill_after = Duration::from_millis(ms);
+        }
+        if let Some(ms) = wish.grace_ms {
+            policy.grace = Duration::from_millis(ms);
+        }
+        Ok(Self {
+            workspace: wish.workspace.parse().map_err(|e| bad(&e))?,
+            owner: wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?,
+            holder: wish.holder.unwrap_or(HolderKind::Beat),
+            ttl,
+            max_lifetime: wish.max_lifetime_ms.map_or(host.config.lease.max_lifetime, Duration::from_millis),
+            run_as: RunAs {
+                uid,
+                gid,
+                mapped: uid == 0 || gid == 0,
+                host_network: wish.host_network || host.config.workload.network == crate::config::Network::Host,
+            },
+            policy,
+            force: wish.force,
+            wait: wish.wait_ms.map_or(host.config.open.predecessor_wait, Duration::from_millis),
+            labels: wish.labels,
+        })
+    }
+}
+
+impl Host {
+    /// Opens a session. Blocks; call it on the blocking pool.
+    pub fn open(self: &Arc<Self>, by: &Caller, wish: Wish) -> Result<Made, Failure> {
+        let id = SessionId::fresh();
+        let token = fresh_token()?;
+        let sent = clock::now();
+        let (session, acquired) = self.acquire(by, &wish, id, &token)?;
+        let clock = LeaseClock::granted(sent, wish.ttl, session.ends);
+        let dirs = remove::SessionDirs::of(&self.paths.sessions, id);
+        let slot = Slot::new(session, clock, dirs, true);
+        self.adopt(&slot);
+        let built = self
+            .store
+            .raise_mark(&wish.workspace, acquired.lease.generation)
+            .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))
+            .and_then(|()| self.fence_predecessors(&slot, &wish))
+            .and_then(|()| self.build(&slot, &acquired.at));
+        match built {
+            Ok(ticket) => {
+                self.apply(&slot, Event::Opened, &by.to_string());
+                self.persist(&slot).map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))?;
+                Ok(Made { slot, token, ticket, predecessor: acquired.predecessor })
+            }
+            Err(failure) => {
+                self.apply(&slot, Event::OpenFailed { why: failure.message.clone() }, "agent");
+                Err(failure)
+            }
+        }
+    }
+
+    fn acquire(&self, by: &Caller, wish: &Wish, id: SessionId, token: &str) -> Result<(Session, Acquired), Failure> {
+        let ask = Acquire {
+            workspace: wish.workspace.clone(),
+            lease: LeaseId::fresh(),
+            owner: wish.owner.clone(),
+            host: self.id,
+            session: id,
+            holder: wish.holder,
+            ttl: wish.ttl,
+            max_lifetime: wish.max_lifetime,
+            force: wish.force.then(|| format!("taken over by {} with --force", wish.owner)),
+            only_at: None,
+        };
+        let mut made = None;
+        let rider = |outcome: &Result<Acquired, Refusal>| match outcome {
+            Ok(acquired) => {
+                let session = self.session_of(wish, id, token, acquired);
+                let detail = serde_json::json!({ "asked": ask, "granted": acquired });
+                let entries = vec![draft("acquire", &session, &by.to_string(), detail)];
+                made = Some(session.clone());
+                Journal { sessions: vec![session], entries }
+            }
+            Err(refusal) => Journal { sessions: vec![], entries: vec![refused(by, &ask, refusal)] },
+        };
+        let acquired = self
+            .authority
+            .acquire(&ask, Box::new(rider))
+            .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))??;
+        let session = made.ok_or_else(|| Failure::new(Code::Internal, "the acquisition wrote no record"))?;
+        Ok((session, acquired))
+    }
+
+    fn session_of(&self, wish: &Wish, id: SessionId, token: &str, acquired: &Acquired) -> Session {
+        Session {
+            id,
+            workspace: wish.workspace.clone(),
+            owner: wish.owner.clone(),
+            host: self.id,
+            boot: self.boot,
+            lease: acquired.lease.id,
+            generation: acquired.lease.generation,
+            holder: wish.holder,
+            token: hash_token(token),
+            run_as: wish.run_as,
+            ttl: wish.ttl,
+            ends: acquired.lease.ends.ns,
+            base: acquired.at.clone(),
+            expected: acquired.at.clone(),
+            own_layer: None,
+            labels: wish.labels.clone(),
+            policy: wish.policy.clone(),
+            state: State::Opening,
+            work: None,
+            facts: crate::model::facts::Facts::default(),
+            doubt: None,
+            loss: None,
+            holders: vec![],
+            busy_since: None,
+            blockers: vec![],
+            unknown: BTreeMap::new(),
+            disposition: None,
+            witnessed: Duration::ZERO,
+            keep_until: None,
+            tries: 0,
+            trouble: None,
+        }
+    }
+
+    /// The former writers of the workspace on this host are stopped before the new one starts.
+    fn fence_predecessors(self: &Arc<Self>, slot: &Arc<Slot>, wish: &Wish) -> Result<(), Failure> {
+        let own = slot.session();
+        let former: Vec<_> = self
+            .slots()
+            .into_iter()
+            .filter(|other| other.id != slot.id && other.session().workspace == own.workspace)
+            .collect();
+        for other in &former {
+            let loss = Loss::Superseded {
+                generation: own.generation,
+                owner: Some(own.owner.clone()),
+                code: Code::StaleGeneration,
+            };
+            self.apply(other, Event::LeaseLost { loss, revoke: false }, "agent");
+        }
+        if wish.force {
+            return Ok(());
+        }
+        let wait = async {
+            let until = tokio::time::Instant::now() + wish.wait;
+            for other in &former {
+                let left = until.saturating_duration_since(tokio::time::Instant::now());
+                let stopped = |inner: &super::slot::Inner| {
+                    let s = &inner.session;
+                    let over = matches!(s.state, State::Closed | State::Quarantined);
+                    over || s.facts.has(crate::model::facts::Fact::Frozen) || s.facts.has(crate::model::facts::Fact::Killed)
+                };
+                let (session, ok) = other.wait_for(left, stopped).await;
+                if !ok {
+                    let names: Vec<_> = session.blockers.iter().map(|b| format!("pid {} ({})", b.pid, b.command)).collect();
+                    return Err(Failure::new(
+                        Code::PredecessorUnfenced,
+                        format!(
+                            "session {} of generation {} is not proved frozen after {:?} (held up by {}); wait, or use --force",
+                            session.id,
+                            session.generation,
+                            wish.wait,
+                            if names.is_empty() { "nobody that can be named".to_owned() } else { names.join(", ") }
+                        ),
+                    ));
+                }
+            }
+            Ok(())
+        };
+        self.runtime.block_on(wait)
+    }
+
+    /// Directories, keeper's entry, cgroup, overlay, ticket: in this order, so that nothing can be
+    /// written before it can be stopped.
+    fn build(self: &Arc<Self>, slot: &Arc<Slot>, at: &HeadAt) -> Result<String, Failure> {
+        let io = |doing: &'static str| {
+            move |e: std::io::Error| Failure::new(Code::Internal, format!("cannot {doing}: {e}"))
+        };
+        let lowers = self.lowers(at)?;
+        let s = slot.session();
+        let dirs = remove::create(&self.paths.sessions, s.id).map_err(|e| Failure::new(Code::Internal, text(e)))?;
+        super::show::prepare(&self.paths, s.id).map_err(io("make the run-time directory"))?;
+        {
+            let mut inner = slot.lock();
+            self.refresh_deadline(&inner);
+            let cgroup = Cgroup::create(&self.paths.cgroup(s.id)).map_err(|e| Failure::new(Code::Internal, text(e)))?;
+            inner.cgroup = Some(Arc::new(cgroup));
+        }
+        self.give_root(&dirs.upper, &lowers, s.run_as).map_err(io("set the owner of the upper"))?;
+        let spec = Spec {
+            lowers,
+            upper: dirs.upper.clone(),
+            work: dirs.work.clone(),
+            target: dirs.merged.clone(),
+            mapped: s.run_as.mapped.then_some(IdMap {
+                inside: 0,
+                outside: crate::workload::MAPPED_FIRST,
+                count: crate::workload::MAPPED_COUNT,
+            }),
+        };
+        let mounted = overlay::mount(&spec).map_err(|e| Failure::new(Code::MountFailed, text(e)))?;
+        self.hold_descriptors(slot, mounted).map_err(|e| Failure::new(Code::Internal, e))?;
+        self.listen(s.id).map_err(io("listen on the session socket"))?;
+        let inner = slot.lock();
+        self.show_locked(&inner).map_err(io("write session.json"))?;
+        self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))
+    }
+
+    /// Starts watching a session's overlay and cgroup.
+    pub fn hold_descriptors(&self, slot: &Slot, mounted: overlay::Mounted) -> Result<(), String> {
+        self.gone.watch(&mounted.root, slot.id).map_err(text)?;
+        let mut inner = slot.lock();
+        if let Some(cgroup) = &inner.cgroup {
+            self.events.add(slot.id, cgroup).map_err(text)?;
+        }
+        inner.mounted = Some(Arc::new(mounted));
+        Ok(())
+    }
+
+    /// Makes the session's socket and hands it to the API.
+    pub fn listen(&self, id: SessionId) -> std::io::Result<()> {
+        let path = self.paths.inside_of(id).join("session.sock");
+        match std::fs::remove_file(&path) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let listener = std::os::unix::net::UnixListener::bind(&path)?;
+        // Whoever is inside may speak for this session; the socket itself says which one it is.
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666))?;
+        listener.set_nonblocking(true)?;
+        // Without an API (in shutdown) nobody takes it.
+        let _ = self.sockets.send((id, listener));
+        Ok(())
+    }
+
+    /// The read-only layers of a head, unpacked.
+    fn lowers(&self, at: &HeadAt) -> Result<Vec<std::path::PathBuf>, Failure> {
+        if at.head.0.is_empty() {
+            return Ok(vec![self.paths.empty.clone()]);
+        }
+        let tree = |layer: &Digest| {
+            self.layers.ensure_tree(*layer).map_err(|e| Failure::new(Code::MountFailed, text(e)))
+        };
+        at.head.0.iter().map(tree).collect()
+    }
+
+    /// The root of the merged tree: as the topmost layer has it, or the workload's own in an empty
+    /// workspace, which nobody could write otherwise.
+    fn give_root(&self, upper: &std::path::Path, lowers: &[std::path::PathBuf], run_as: RunAs) -> std::io::Result<()> {
+        match lowers.last().filter(|top| **top != self.paths.empty) {
+            Some(top) => {
+                let meta = std::fs::metadata(top)?;
+                std::os::unix::fs::chown(upper, Some(meta.uid()), Some(meta.gid()))?;
+                std::fs::set_permissions(upper, std::fs::Permissions::from_mode(meta.mode() & 0o7777))
+            }
+            None => std::os::unix::fs::chown(upper, Some(run_as.uid), Some(run_as.gid)),
+        }
+    }
+}
+
+fn refused(by: &Caller, ask: &Acquire, refusal: &Refusal) -> crate::model::journal::Draft {
+    crate::model::journal::Draft {
+        kind: "acquire".to_owned(),
+        workspace: Some(ask.workspace.clone()),
+        session: None,
+        generation: None,
+        actor: by.to_string(),
+        detail: serde_json::json!({ "asked": ask, "refused": refusal }),
+    }
+}
+
+/// A lease token: 256 random bits, shown once.
+fn fresh_token() -> Result<String, Failure> {
+    let mut bytes = [0; 32];
+    getrandom::fill(&mut bytes).map_err(|e| Failure::new(Code::Internal, format!("no random bytes: {e}")))?;
+    Ok(hex::encode(bytes))
+}
+
+/// What is kept of a token.
+pub fn hash_token(token: &str) -> Digest {
+    Digest(sha2::Sha256::digest(token.as_bytes()).into())
+}

@@ -1,0 +1,82 @@
+//! Where the agent keeps what.
+//!
+//! ```text
+//! <state>/                       0700, durable
+//!   overfence.db                 authority and store
+//!   sessions/<id>/{upper,work,merged,marker}
+//!   layers/  bundles/  trash/  etc/  empty/
+//! <runtime>/                     0755, of this boot
+//!   overfence.sock  deadlines  cell
+//!   sessions/<id>/init.json      who the session's init is; not seen inside
+//!   sessions/<id>/inside/        /run/overfence of the workload: ticket, session.json, session.sock
+//! <cgroup2>/<parent>/<id>/       the sealed cgroup
+//! ```
+
+use std::path::PathBuf;
+
+use crate::config::Config;
+use crate::model::ids::SessionId;
+
+/// All paths that are not a session's own.
+#[derive(Clone, Debug)]
+pub struct Paths {
+    /// `<state>`.
+    pub state: PathBuf,
+    /// Session directories.
+    pub sessions: PathBuf,
+    /// Captured layers.
+    pub layers: PathBuf,
+    /// Exports without a destination of their own.
+    pub bundles: PathBuf,
+    /// What is being removed.
+    pub trash: PathBuf,
+    /// An empty directory, the lower of an empty head.
+    pub empty: PathBuf,
+    /// The keeper's table.
+    pub deadlines: PathBuf,
+    /// The pinned mount namespace that never holds sessions.
+    pub cell: PathBuf,
+    /// Run-time session directories.
+    pub runtime: PathBuf,
+    /// Parent of the sealed cgroups.
+    pub cgroups: PathBuf,
+}
+
+impl Paths {
+    /// From the configuration and the place of the cgroup2 hierarchy.
+    pub fn new(config: &Config, cgroup_root: &std::path::Path) -> Self {
+        let (state, run) = (&config.state_dir, &config.runtime_dir);
+        Self {
+            sessions: state.join("sessions"),
+            layers: state.join("layers"),
+            bundles: config.bundles_dir(),
+            trash: state.join("trash"),
+            empty: state.join("empty"),
+            deadlines: run.join("deadlines"),
+            cell: run.join("cell"),
+            runtime: run.join("sessions"),
+            cgroups: cgroup_root.join(config.cgroup.trim_matches('/')),
+            state: state.clone(),
+        }
+    }
+
+    /// The sealed cgroup of a session.
+    pub fn cgroup(&self, id: SessionId) -> PathBuf {
+        self.cgroups.join(id.to_string())
+    }
+
+    /// Run-time directory of a session, not seen inside.
+    pub fn runtime_of(&self, id: SessionId) -> PathBuf {
+        self.runtime.join(id.to_string())
+    }
+
+    /// What the workload sees as `/run/overfence`.
+    pub fn inside_of(&self, id: SessionId) -> PathBuf {
+        self.runtime_of(id).join("inside")
+    }
+
+    /// Who the session's init is.
+    pub fn init_of(&self, id: SessionId) -> PathBuf {
+        self.runtime_of(id).join("init.json")
+    }
+}

@@ -1,0 +1,189 @@
+//! Starting: adopt what runs, freeze what is stale, finish or roll back what was half done.
+//!
+//! 1. store, keys, high-water marks: an authority that answers below a mark puts the workspace on
+//!    HOLD; 2. each session's cgroup, overlay and deadline entry are looked at; 3. every session is
+//!    stepped with what was found: everything stale has `freeze=1` written when this returns, and
+//!    READY may be said; proofs and removals follow by the sessions' workers.
+
+use std::sync::Arc;
+
+use super::effects::text;
+use super::host::Host;
+use super::slot::{LeaseClock, Slot};
+use crate::kernel::cgroup::Cgroup;
+use crate::kernel::clock;
+use crate::kernel::deadlines::Entry;
+use crate::kernel::overlay;
+use crate::model::ids::SessionId;
+use crate::model::journal::{Draft, Journal};
+use crate::model::session::{Session, State};
+use crate::model::step::{Event, Found};
+use crate::model::time::BootNs;
+use crate::upper::remove::{self, SessionDirs};
+
+/// What a start found, for the log and for health.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Started {
+    /// Sessions that go on under their lease.
+    pub adopted: usize,
+    /// Sessions found stale.
+    pub stale: usize,
+    /// Records that could not be believed.
+    pub unreadable: usize,
+}
+
+impl Host {
+    /// Everything up to READY.
+    pub fn recover(self: &Arc<Self>) -> Result<Started, String> {
+        self.record_start()?;
+        self.check_marks()?;
+        let entries: Vec<_> = self.table().entries().collect();
+        let mut started = Started::default();
+        for record in self.store.sessions().map_err(text)? {
+            match record {
+                Ok(s) if matches!(s.state, State::Closed | State::Quarantined) => {}
+                Ok(s) => {
+                    let slot = self.recover_one(s, &entries);
+                    if slot.lock().session.holds_lease() {
+                        started.adopted += 1;
+                    } else {
+                        started.stale += 1;
+                    }
+                }
+                Err(unreadable) => {
+                    started.unreadable += 1;
+                    tracing::error!("session record {} is not believed: {}", unreadable.id, unreadable.why);
+                    self.freeze_unreadable(&unreadable.id);
+                }
+            }
+        }
+        self.table().clear_torn().map_err(text)?;
+        let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
+        let trash = remove::empty_trash(&self.paths.trash).map_err(text)?;
+        self.layers.sweep().map_err(text)?;
+        if swept > 0 || trash.entries > 0 {
+            tracing::info!("finished {swept} unfinished open(s) and {} trashed entries", trash.entries);
+        }
+        Ok(started)
+    }
+
+    fn record_start(&self) -> Result<(), String> {
+        let detail = serde_json::json!({
+            "version": env!("CARGO_PKG_VERSION"), "host": self.id, "boot": self.boot,
+            "config": self.config.digest(),
+        });
+        let entry = Draft {
+            kind: "agent_start".to_owned(),
+            workspace: None,
+            session: None,
+            generation: None,
+            actor: "agent".to_owned(),
+            detail,
+        };
+        self.store.record(&Journal { sessions: vec![], entries: vec![entry] }).map_err(text)
+    }
+
+    /// I2: an authority below a high-water mark is not believed.
+    fn check_marks(&self) -> Result<(), String> {
+        let known = self.authority.list().map_err(text)?;
+        for (workspace, seen, found) in self.store.below_marks(&known) {
+            let why = format!("the authority answers generation {found}, but {seen} was seen on this host");
+            tracing::error!(OVERFENCE_WORKSPACE = %workspace, "HOLD: {why}");
+            self.authority.hold(&workspace, &why).map_err(text)?;
+        }
+        Ok(())
+    }
+
+    fn recover_one(self: &Arc<Self>, s: Session, entries: &[Entry]) -> Arc<Slot> {
+        let deadline = entries.iter().find_map(|entry| match entry {
+            Entry::Valid(d) if d.session == s.id && d.generation == s.generation => Some(d.deadline),
+            Entry::Valid(_) | Entry::Torn { .. } | Entry::Free => None,
+        });
+        let same_boot = s.boot == self.boot;
+        let lease_good = same_boot
+            && s.holds_lease()
+            && deadline.is_some_and(|at| at > clock::now())
+            && self.authority_agrees(&s);
+        let dirs = SessionDirs::of(&self.paths.sessions, s.id);
+        let clock = LeaseClock::from_deadline(deadline.unwrap_or(BootNs(0)), s.ttl, s.ends);
+        let slot = Slot::new(s, clock, dirs, true);
+        if same_boot {
+            self.reopen(&slot);
+        }
+        self.adopt(&slot);
+        let found = Found { boot: self.boot, lease_good };
+        self.apply(&slot, Event::Recovered(found), "agent");
+        let inner = slot.lock();
+        if inner.session.holds_lease() {
+            self.refresh_deadline(&inner);
+        }
+        drop(inner);
+        slot
+    }
+
+    /// The authority is asked, but a silent one does not stop the start: the local deadline
+    /// decides, and the first renewal will tell.
+    fn authority_agrees(&self, s: &Session) -> bool {
+        match self.authority.get(&s.workspace) {
+            Ok(Some(w)) => {
+                let live = w.lease.is_some_and(|l| l.id == s.lease && l.state.may_publish());
+                live && w.generation == s.generation && w.hold.is_none()
+            }
+            Ok(None) => false,
+            Err(fault) => {
+                self.authority_answers(Some(&text(fault)));
+                true
+            }
+        }
+    }
+
+    /// Opens again what the former agent held: cgroup, overlay root, watches, socket.
+    fn reopen(&self, slot: &Arc<Slot>) {
+        let warn = |what: &str, why: String| tracing::warn!(OVERFENCE_SESSION = %slot.id, "{what}: {why}");
+        match Cgroup::open(&self.paths.cgroup(slot.id)) {
+            Ok(cgroup) => slot.lock().cgroup = cgroup.map(Arc::new),
+            Err(fault) => warn("cgroup", text(fault)),
+        }
+        if slot.lock().cgroup.is_none() && slot.session().state != State::Opening {
+            self.remake_cgroup(slot);
+        }
+        let mounted = if slot.dirs.merged.exists() {
+            overlay::open_mounted(&slot.dirs.merged, &slot.dirs.upper)
+        } else {
+            Ok(None)
+        };
+        match mounted {
+            Ok(Some(mounted)) => {
+                if let Err(why) = self.hold_descriptors(slot, mounted) {
+                    warn("watch", why);
+                }
+            }
+            Ok(None) => {}
+            Err(fault) => warn("overlay", text(fault)),
+        }
+        if slot.session().holds_lease() && self.paths.inside_of(slot.id).exists() {
+            if let Err(fault) = self.listen(slot.id) {
+                warn("session socket", fault.to_string());
+            }
+        }
+    }
+
+    /// A missing cgroup with a good record is made again; a fenced one is frozen as recorded by
+    /// the step that follows.
+    fn remake_cgroup(&self, slot: &Arc<Slot>) {
+        match Cgroup::create(&self.paths.cgroup(slot.id)) {
+            Ok(cgroup) => slot.lock().cgroup = Some(Arc::new(cgroup)),
+            Err(fault) => tracing::error!(OVERFENCE_SESSION = %slot.id, "the cgroup could not be made again: {}", text(fault)),
+        }
+    }
+
+    /// Nothing is known of it, so it may not write.
+    fn freeze_unreadable(&self, id: &str) {
+        let Ok(id) = id.parse::<SessionId>() else { return };
+        if let Ok(Some(cgroup)) = Cgroup::open(&self.paths.cgroup(id))
+            && let Err(fault) = cgroup.write_freeze(true)
+        {
+            tracing::error!("{}", text(fault));
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Renewals: a lease is renewed only if its holder gave a sign of life since the last renewal.
+//! All that are due go to the authority in one batch; a batch that is not answered in time, or
+//! with an error, puts its sessions in doubt and is tried again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::host::Host;
+use super::slot::{Slot, agent_vouches};
+use crate::authority::Renewal;
+use crate::kernel::clock;
+use crate::model::code::Code;
+use crate::model::lease::Lease;
+use crate::model::session::{Loss, State};
+use crate::model::step::Event;
+use crate::model::time::BootNs;
+use crate::model::workspace::Refusal;
+
+const PASS: Duration = Duration::from_millis(50);
+
+/// Runs until the agent stops.
+pub async fn run(host: Arc<Host>) {
+    let mut pass = tokio::time::interval(PASS);
+    pass.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    while !host.stopping() {
+        pass.tick().await;
+        let due = due(&host);
+        if !due.is_empty() {
+            renew(&host, due).await;
+        }
+    }
+}
+
+struct Due {
+    slot: Arc<Slot>,
+    renewal: Renewal,
+    ttl: Duration,
+}
+
+fn due(host: &Host) -> Vec<Due> {
+    let now = clock::now();
+    let max_freeze = host.config.checkpoint.max_freeze;
+    let mut due = Vec::new();
+    for slot in host.slots() {
+        let mut inner = slot.lock();
+        if agent_vouches(&inner, now, max_freeze) {
+            inner.lease.signs.holder = now;
+            inner.lease.signed = true;
+        }
+        let s = &inner.session;
+        let wanted = matches!(s.state, State::Active | State::Releasing);
+        if wanted && inner.lease.signed && now >= inner.lease.next {
+            let renewal = Renewal { workspace: s.workspace.clone(), lease: s.lease, generation: s.generation };
+            let ttl = s.ttl;
+            drop(inner);
+            due.push(Due { slot, renewal, ttl });
+        }
+    }
+    due
+}
+
+async fn renew(host: &Arc<Host>, due: Vec<Due>) {
+    let sent = clock::now();
+    for d in &due {
+        // Signs that come from now on count for the next renewal.
+        let mut inner = d.slot.lock();
+        inner.lease.signed = false;
+        inner.lease.next = sent.plus(d.ttl / 3);
+    }
+    let batch: Vec<_> = due.iter().map(|d| d.renewal.clone()).collect();
+    let patience = due.iter().map(|d| d.ttl / 3).min().unwrap_or(PASS).min(Duration::from_secs(5));
+    let asked = Arc::clone(host);
+    let answer = tokio::task::spawn_blocking(move || asked.authority.renew(&batch));
+    let outcome = match tokio::time::timeout(patience, answer).await {
+        Ok(Ok(Ok(leases))) => Ok(leases),
+        Ok(Ok(Err(fault))) => Err(super::effects::text(fault)),
+        Ok(Err(_)) => Err("the renewal was cut off".to_owned()),
+        Err(_) => Err(format!("the authority gave no answer within {patience:?}")),
+    };
+    match outcome {
+        Ok(leases) => {
+            host.authority_answers(None);
+            for (d, lease) in due.iter().zip(leases) {
+                match lease {
+                    Ok(lease) => granted(host, &d.slot, &lease, sent),
+                    Err(refusal) => lost(host, &d.slot, refusal),
+                }
+            }
+        }
+        Err(cause) => {
+            host.authority_answers(Some(&cause));
+            for d in &due {
+                missed(host, d, &cause);
+            }
+        }
+    }
+}
+
+fn granted(host: &Arc<Host>, slot: &Arc<Slot>, lease: &Lease, sent: BootNs) {
+    let mut inner = slot.lock();
+    if !inner.session.holds_lease() || inner.session.lease != lease.id {
+        return;
+    }
+    inner.lease.signs.sent = sent;
+    inner.lease.signs.granted = lease.ttl;
+    host.refresh_deadline(&inner);
+    if let Err(fault) = host.show_locked(&inner) {
+        tracing::warn!(OVERFENCE_SESSION = %slot.id, "session.json was not replaced: {fault}");
+    }
+    drop(inner);
+    host.apply(slot, Event::Renewed, "authority");
+}
+
+fn lost(host: &Arc<Host>, slot: &Arc<Slot>, refusal: Refusal) {
+    let (generation, owner) = match &refusal.current {
+        Some(current) => (current.generation, current.owner.clone()),
+        None => (slot.session().generation, None),
+    };
+    let loss = Loss::Superseded { generation, owner, code: refusal.code };
+    host.apply(slot, Event::LeaseLost { loss, revoke: false }, "authority");
+}
+
+fn missed(host: &Arc<Host>, d: &Due, cause: &str) {
+    host.metrics.renewal_failed();
+    let mut inner = d.slot.lock();
+    // The sign was given; only the authority did not hear of it. Try again soon.
+    inner.lease.signed = true;
+    inner.lease.next = clock::now().plus((d.ttl / 20).max(PASS));
+    let known = format!(
+        "{cause} (last known: generation {}, owner {})",
+        inner.session.generation, inner.session.owner
+    );
+    drop(inner);
+    host.apply(&d.slot, Event::RenewalMissed { cause: known }, "authority");
+}
+
+impl Host {
+    /// A sign of life of the holder.
+    pub fn sign(&self, slot: &Slot) -> Result<(), Code> {
+        let mut inner = slot.lock();
+        match inner.session.state {
+            State::Opening | State::Active | State::Releasing => {}
+            State::Fencing | State::Fenced | State::Preserved => return Err(Code::LeaseLost),
+            State::Deleting | State::Closed | State::Quarantined => return Err(Code::WrongState),
+        }
+        let now = clock::now();
+        // A sign that comes after the deadline revives nothing.
+        if now >= inner.deadline().0 {
+            return Err(Code::LeaseLost);
+        }
+        inner.lease.signs.holder = now;
+        inner.lease.signed = true;
+        self.refresh_deadline(&inner);
+        Ok(())
+    }
+}

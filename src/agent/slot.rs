@@ -1,0 +1,387 @@
+//! One session as the running agent holds it: the record, what is queued for it, and the open
+//! descriptors through which the kernel is asked.
+//!
+//! Everything that happens to a session goes through [`Host::apply`]. A freeze is done there, at
+//! once and ahead of its record; every other effect is queued and done by the session's own
+//! worker, which first makes the record and the evidence durable. Sessions never wait for each
+//! other.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::host::Host;
+use crate::kernel::cgroup::{Cgroup, Outcome, Stamp};
+use crate::kernel::clock;
+use crate::kernel::overlay::Mounted;
+use crate::model::code::Code;
+use crate::model::facts::Proof;
+use crate::model::ids::{Generation, PublicationKey, SessionId};
+use crate::model::journal::{Draft, Journal};
+use crate::model::lease::{self, Bound, Signs};
+use crate::model::session::{Session, State, Work};
+use crate::model::step::{Effect, Event, Published, Purpose, step};
+use crate::model::time::BootNs;
+use crate::upper::remove::SessionDirs;
+
+/// How long [`Host::apply`] itself asks for the proof of a freeze; an idle process is frozen in
+/// some 30 microseconds. What takes longer is awaited by the session's worker.
+const INLINE_FREEZE: Duration = Duration::from_millis(1);
+
+/// A session of this agent.
+#[derive(Debug)]
+pub struct Slot {
+    /// Its id.
+    pub id: SessionId,
+    /// Its directories.
+    pub dirs: SessionDirs,
+    inner: Mutex<Inner>,
+    changed: watch::Sender<u64>,
+}
+
+/// What the slot's lock guards.
+#[derive(Debug)]
+pub struct Inner {
+    /// The record.
+    pub session: Session,
+    /// The local deadline's sources.
+    pub lease: LeaseClock,
+    /// The sealed cgroup, once it exists.
+    pub cgroup: Option<Arc<Cgroup>>,
+    /// The overlay's root; holds it busy.
+    pub mounted: Option<Arc<Mounted>>,
+    /// Answers to publications, until their askers took them.
+    pub answers: BTreeMap<PublicationKey, Published>,
+    /// When the present checkpoint froze the session, and for how long the last one did.
+    pub frozen_at: Option<BootNs>,
+    /// See `frozen_at`.
+    pub frozen_for: Duration,
+    /// Bytes and entries of the stopped upper, once counted.
+    pub size: Option<(u64, u64)>,
+    drafts: Vec<Draft>,
+    stored: Option<Session>,
+    queue: VecDeque<Effect>,
+    working: bool,
+}
+
+/// What the lease's local deadline is counted from.
+#[derive(Clone, Copy, Debug)]
+pub struct LeaseClock {
+    /// Signs, renewal and end.
+    pub signs: Signs,
+    /// A sign came since the last renewal was sent; without one it is not renewed.
+    pub signed: bool,
+    /// When the next renewal is due.
+    pub next: BootNs,
+}
+
+impl LeaseClock {
+    /// Fresh from an acquisition that was sent at `sent`.
+    pub fn granted(sent: BootNs, ttl: Duration, ends: BootNs) -> Self {
+        let signs = Signs { holder: clock::now(), sent, granted: ttl, ends };
+        Self { signs, signed: false, next: sent.plus(ttl / 3) }
+    }
+
+    /// Rebuilt after an agent restart from the only thing that is known: the deadline.
+    pub fn from_deadline(deadline: BootNs, ttl: Duration, ends: BootNs) -> Self {
+        let sent = deadline.plus(lease::margin(ttl)).minus(ttl);
+        let signs = Signs { holder: sent, sent, granted: ttl, ends };
+        Self { signs, signed: false, next: clock::now() }
+    }
+
+    /// The local deadline and what sets it.
+    pub fn deadline(&self, ttl: Duration) -> (BootNs, Bound) {
+        lease::local_deadline(self.signs, ttl)
+    }
+}
+
+impl Inner {
+    /// The local deadline and what sets it.
+    pub fn deadline(&self) -> (BootNs, Bound) {
+        self.lease.deadline(self.session.ttl)
+    }
+
+    /// Takes a step back whose record was not committed.
+    pub fn undo(&mut self, before: Session) {
+        self.stored = Some(before.clone());
+        self.session = before;
+        self.queue.clear();
+        self.drafts.clear();
+    }
+
+    /// Whether something waits to be tried again soon.
+    pub fn pending(&self) -> bool {
+        use crate::model::facts::Fact;
+        let s = &self.session;
+        match s.state {
+            State::Fencing | State::Deleting | State::Releasing => true,
+            State::Fenced | State::Preserved => {
+                !s.facts.has(Fact::Gone)
+                    && (!s.facts.has(Fact::ReadOnly) || !s.facts.has(Fact::Frozen))
+                    || !s.unknown.is_empty()
+            }
+            State::Active => !s.unknown.is_empty(),
+            State::Opening | State::Closed | State::Quarantined => false,
+        }
+    }
+}
+
+impl Slot {
+    /// A slot for a record; `stored` says whether the record is durable as it is.
+    pub fn new(session: Session, lease: LeaseClock, dirs: SessionDirs, stored: bool) -> Arc<Self> {
+        Arc::new(Self {
+            id: session.id,
+            dirs,
+            inner: Mutex::new(Inner {
+                stored: stored.then(|| session.clone()),
+                session,
+                lease,
+                cgroup: None,
+                mounted: None,
+                answers: BTreeMap::new(),
+                frozen_at: None,
+                frozen_for: Duration::ZERO,
+                size: None,
+                drafts: Vec::new(),
+                queue: VecDeque::new(),
+                working: false,
+            }),
+            changed: watch::Sender::new(0),
+        })
+    }
+
+    /// The slot's lock. A panic of another thread while it was held leaves a record that was
+    /// stepped or not stepped, both of which are whole.
+    pub fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A copy of the record.
+    pub fn session(&self) -> Session {
+        self.lock().session.clone()
+    }
+
+    /// Wakes at each change.
+    pub fn watch(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// Waits until `done` says so or the time is over; gives the record then.
+    pub async fn wait_for(&self, limit: Duration, done: impl Fn(&Inner) -> bool) -> (Session, bool) {
+        let mut changes = self.watch();
+        let reached = async {
+            loop {
+                if done(&self.lock()) {
+                    return;
+                }
+                // The sender lives as long as `self`.
+                if changes.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        let ok = tokio::time::timeout(limit, reached).await.is_ok();
+        (self.session(), ok)
+    }
+
+    fn notify(&self) {
+        self.changed.send_modify(|n| *n += 1);
+    }
+}
+
+/// What an event led to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Applied {
+    /// It was taken.
+    Taken,
+    /// It was a wish that is not allowed now.
+    Refused(Code),
+}
+
+impl Host {
+    /// Feeds an event to a session: step, freeze at once if that follows, queue the rest.
+    pub fn apply(self: &Arc<Self>, slot: &Arc<Slot>, event: Event, actor: &str) -> Applied {
+        let mut inner = slot.lock();
+        let applied = self.apply_locked(&mut inner, event, actor);
+        self.wake_worker(slot, &mut inner);
+        drop(inner);
+        slot.notify();
+        applied
+    }
+
+    /// [`Host::apply`] for a caller that holds the lock and wakes the worker itself.
+    pub fn apply_locked(&self, inner: &mut Inner, event: Event, actor: &str) -> Applied {
+        let mut events = VecDeque::from([event]);
+        let mut applied = Applied::Taken;
+        while let Some(event) = events.pop_front() {
+            let (from, held) = (inner.session.state, inner.session.holds_lease());
+            let done = step(&mut inner.session, &event);
+            if let Some(code) = done.refused {
+                applied = Applied::Refused(code);
+            }
+            if held && !inner.session.holds_lease() {
+                // What was queued under the lease is not wanted any more.
+                inner.queue.clear();
+                self.deadlines.remove(inner.session.id);
+            }
+            if inner.session.state == State::Active {
+                inner.size = None;
+            }
+            self.note(inner, &event);
+            for effect in &done.effects {
+                match effect {
+                    Effect::Freeze { purpose } => match self.freeze_now(inner, *purpose) {
+                        Some(proof) => events.push_back(Event::Frozen { proof }),
+                        None => inner.queue.push_back(effect.clone()),
+                    },
+                    other => inner.queue.push_back(other.clone()),
+                }
+            }
+            if done.record {
+                let detail = serde_json::json!({
+                    "event": event, "from": from, "to": inner.session.state,
+                    "effects": done.effects.iter().map(Effect::name).collect::<Vec<_>>(),
+                    "refused": done.refused,
+                });
+                inner.drafts.push(draft("event", &inner.session, actor, detail));
+            }
+            self.metrics.event(&event, from, inner.session.state);
+        }
+        applied
+    }
+
+    /// Keeps what askers wait for.
+    fn note(&self, inner: &mut Inner, event: &Event) {
+        match event {
+            Event::Published { key, outcome } => {
+                inner.answers.insert(*key, outcome.clone());
+            }
+            Event::Frozen { proof } if inner.session.holds_lease() => inner.frozen_at = Some(proof.at),
+            Event::Thawed { proof } => {
+                if let Some(since) = inner.frozen_at.take() {
+                    inner.frozen_for = proof.at.since(since);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Stamps, writes the wish and asks for the proof for a moment. `None`: not proved yet, or
+    /// the kernel could not be asked; the worker goes on.
+    fn freeze_now(&self, inner: &Inner, purpose: Purpose) -> Option<Proof> {
+        let cgroup = inner.cgroup.as_ref()?;
+        let stamp = Stamp { purpose, generation: inner.session.generation };
+        // Without its stamp a freeze would be taken for a foreign one, but it is done anyhow:
+        // stopping the writer comes first.
+        if let Err(fault) = cgroup.stamp(&stamp) {
+            tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{fault}");
+        }
+        match cgroup.freeze(INLINE_FREEZE) {
+            Ok(Outcome::Proved(proof)) => Some(proof),
+            Ok(Outcome::Late(_)) => None,
+            Err(fault) => {
+                tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{fault}");
+                None
+            }
+        }
+    }
+
+    /// Starts the session's worker if there is something to do and none runs.
+    pub fn wake_worker(self: &Arc<Self>, slot: &Arc<Slot>, inner: &mut Inner) {
+        let idle = inner.queue.is_empty() && inner.drafts.is_empty();
+        let same = inner.stored.as_ref() == Some(&inner.session);
+        if inner.working || (idle && same) {
+            return;
+        }
+        inner.working = true;
+        let (host, slot) = (Arc::clone(self), Arc::clone(slot));
+        self.runtime.spawn_blocking(move || host.work(&slot));
+    }
+
+    /// The worker: record first, then one effect, until nothing is left.
+    fn work(self: &Arc<Self>, slot: &Arc<Slot>) {
+        loop {
+            let mut inner = slot.lock();
+            let journal = take_journal(&mut inner);
+            let effect = inner.queue.pop_front();
+            if journal.is_none() && effect.is_none() {
+                inner.working = false;
+                drop(inner);
+                slot.notify();
+                return;
+            }
+            let session = inner.session.clone();
+            drop(inner);
+            if let Some(journal) = journal
+                && let Err(fault) = self.store.record(&journal)
+            {
+                // Nothing irreversible without its record: both wait for the next tick.
+                tracing::error!(OVERFENCE_SESSION = %slot.id, "the record could not be written: {fault}");
+                let mut inner = slot.lock();
+                inner.stored = None;
+                let mut entries = journal.entries;
+                entries.append(&mut inner.drafts);
+                inner.drafts = entries;
+                if let Some(effect) = effect {
+                    inner.queue.push_front(effect);
+                }
+                inner.working = false;
+                return;
+            }
+            slot.notify();
+            if let Some(effect) = effect {
+                for event in self.perform(slot, &session, &effect) {
+                    self.apply(slot, event, "agent");
+                }
+            }
+        }
+    }
+
+    /// Writes what is pending for a session now, in the calling thread.
+    pub fn persist(&self, slot: &Slot) -> Result<(), crate::store::Error> {
+        let Some(journal) = take_journal(&mut slot.lock()) else { return Ok(()) };
+        self.store.record(&journal)
+    }
+}
+
+/// An evidence entry about a session.
+pub fn draft(kind: &str, s: &Session, actor: &str, detail: serde_json::Value) -> Draft {
+    Draft {
+        kind: kind.to_owned(),
+        workspace: Some(s.workspace.clone()),
+        session: Some(s.id),
+        generation: Some(s.generation),
+        actor: actor.to_owned(),
+        detail,
+    }
+}
+
+/// What is to be made durable, marked as stored.
+pub fn take_journal(inner: &mut Inner) -> Option<Journal> {
+    let changed = inner.stored.as_ref() != Some(&inner.session);
+    if !changed && inner.drafts.is_empty() {
+        return None;
+    }
+    inner.stored = Some(inner.session.clone());
+    let sessions = if changed { vec![inner.session.clone()] } else { Vec::new() };
+    Some(Journal { sessions, entries: std::mem::take(&mut inner.drafts) })
+}
+
+/// The generation a session's stamp must have to be of the present lease.
+pub fn is_ours(stamp: Option<Stamp>, generation: Generation) -> bool {
+    stamp.is_some_and(|s| s.generation == generation)
+}
+
+/// Whether the agent itself stands in for the holder now: it holds the session frozen for a
+/// capture, or it is closing it.
+pub fn agent_vouches(inner: &Inner, now: BootNs, max_freeze: Duration) -> bool {
+    match (&inner.session.state, &inner.session.work) {
+        (State::Active, Some(Work::Checkpoint { .. })) => {
+            inner.frozen_at.is_some_and(|since| now.since(since) < max_freeze)
+        }
+        (State::Active, Some(Work::Resume)) | (State::Releasing, _) => true,
+        (_, _) => false,
+    }
+}

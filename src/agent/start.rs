@@ -1,0 +1,139 @@
+//! From a configuration to a running agent.
+
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::effects::text;
+use super::handle::Agent;
+use super::host::{Host, Parts, SessionSocket};
+use super::paths::Paths;
+use crate::authority::sqlite::SqliteAuthority;
+use crate::config::Config;
+use crate::kernel::deadlines::Table;
+use crate::kernel::{cgroup, clock, ns, overlay};
+use crate::store::Store;
+use crate::upper::store::LayerStore;
+
+/// Why the agent did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// It mounts, freezes and kills.
+    #[error("the agent needs root: start it as root, or by systemd")]
+    NotRoot,
+    /// A directory could not be made.
+    #[error("cannot make {path}")]
+    Directory {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The kernel cannot do it, or not there.
+    #[error("this host cannot run it; `overfence doctor` shows what is missing")]
+    Kernel(#[from] crate::kernel::Error),
+    /// The state is in use, damaged, or not believed.
+    #[error("the state directory cannot be used")]
+    Store(#[from] crate::store::Error),
+    /// Layers.
+    #[error("the layer store cannot be used")]
+    Upper(#[from] crate::upper::Error),
+    /// Recovery of sessions.
+    #[error("recovery failed: {0}")]
+    Recovery(String),
+}
+
+/// Starts the agent: when this returns, everything stale has `freeze=1` written. Session sockets
+/// come out of the receiver for the API to serve.
+pub async fn start(
+    config: Config,
+) -> Result<(Agent, tokio::sync::mpsc::UnboundedReceiver<SessionSocket>), StartError> {
+    let runtime = tokio::runtime::Handle::current();
+    let (sockets, served) = tokio::sync::mpsc::unbounded_channel();
+    let host = tokio::task::spawn_blocking(move || prepare(config, runtime, sockets))
+        .await
+        .map_err(|e| StartError::Recovery(e.to_string()))??;
+    for (name, body) in [
+        ("deadlines", super::deadlines::run as fn(&Arc<Host>) -> crate::kernel::Result<()>),
+        ("watch", super::watch::run),
+    ] {
+        let host = Arc::clone(&host);
+        let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+            if name == "deadlines" {
+                clock::real_time();
+            }
+            if let Err(fault) = body(&host) {
+                // Without it no lease is enforced by the agent: end, and let the keeper and the
+                // next agent take over.
+                tracing::error!("{name}: {}", text(fault));
+                std::process::abort();
+            }
+        });
+        spawned.map_err(|source| StartError::Directory { path: name.into(), source })?;
+    }
+    tokio::spawn(super::renew::run(Arc::clone(&host)));
+    tokio::spawn(super::sweep::run(Arc::clone(&host)));
+    host.shown().ready = true;
+    Ok((Agent(host), served))
+}
+
+fn prepare(
+    config: Config,
+    runtime: tokio::runtime::Handle,
+    sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
+) -> Result<Arc<Host>, StartError> {
+    if !rustix::process::geteuid().is_root() {
+        return Err(StartError::NotRoot);
+    }
+    let boot = clock::boot_id()?;
+    let paths = Paths::new(&config, &cgroup::find_root()?);
+    make(&paths.state, 0o700)?;
+    make(&config.runtime_dir, 0o755)?;
+    let store = Arc::new(Store::open(&config)?);
+    for (dir, mode) in [
+        (&paths.sessions, 0o700),
+        (&paths.trash, 0o700),
+        (&paths.bundles, 0o700),
+        (&paths.empty, 0o755),
+        (&paths.runtime, 0o700),
+        (&paths.cgroups, 0o755),
+    ] {
+        make(dir, mode)?;
+    }
+    overlay::preflight(&paths.sessions, &[])?;
+    // Before any session is mounted, so that the cell never holds one.
+    ns::make_cell(&paths.cell, &paths.sessions)?;
+    let parts = Parts {
+        layers: LayerStore::open(&paths.layers)?,
+        table: Table::create_or_open(&paths.deadlines)?,
+        authority: Arc::new(SqliteAuthority::new(&store, Arc::new(move || now(boot)))),
+        config,
+        paths,
+        boot,
+        store,
+        runtime,
+        sockets,
+    };
+    let host = Host::new(parts)?;
+    let started = host.recover().map_err(StartError::Recovery)?;
+    tracing::info!(
+        "adopted {} session(s), {} stale, {} unreadable",
+        started.adopted,
+        started.stale,
+        started.unreadable
+    );
+    Ok(host)
+}
+
+fn now(boot: crate::model::ids::BootId) -> crate::model::time::BootInstant {
+    crate::model::time::BootInstant { boot, ns: clock::now() }
+}
+
+fn make(path: &Path, mode: u32) -> Result<(), StartError> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(mode)
+        .create(path)
+        .map_err(|source| StartError::Directory { path: path.to_owned(), source })
+}

@@ -1,0 +1,125 @@
+//! The reconciler's clock: observe, classify, and feed what was seen to the state machine as
+//! events. Every tick retries what is pending; every sweep checks facts against the kernel,
+//! witnesses time for grace windows, and lets sessions come back that were fenced only for doubt.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::effects::text;
+use super::host::Host;
+use super::slot::Slot;
+use crate::kernel::{clock, overlay};
+use crate::model::facts::Fact;
+use crate::model::session::State;
+use crate::model::step::Event;
+use crate::model::time::BootNs;
+
+const TICK: Duration = Duration::from_secs(1);
+
+/// Runs until the agent stops.
+pub async fn run(host: Arc<Host>) {
+    let started = clock::now();
+    let mut swept = started;
+    let mut tick = tokio::time::interval(TICK);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let _ = sweep(&host, Duration::ZERO, started).await;
+    while !host.stopping() {
+        tick.tick().await;
+        let now = clock::now();
+        for slot in host.slots() {
+            if slot.lock().pending() {
+                host.apply(&slot, Event::Tick { now }, "agent");
+            }
+        }
+        resume_doubted(&host).await;
+        let since = now.since(swept);
+        if since >= host.config.preserve.sweep {
+            swept = now;
+            // Time that no sweep watched over does not count: a suspended or stopped agent
+            // witnesses at most two intervals.
+            let witnessed = since.min(host.config.preserve.sweep * 2);
+            if let Err(why) = sweep(&host, witnessed, started).await {
+                tracing::error!("the sweep did not complete: {why}");
+            }
+        }
+    }
+}
+
+async fn sweep(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(), String> {
+    let worker = Arc::clone(host);
+    tokio::task::spawn_blocking(move || sweep_now(&worker, witnessed, started))
+        .await
+        .map_err(|e| e.to_string())?
+}
+
+fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(), String> {
+    host.store.anchor().map_err(text)?;
+    let may_delete = clock::now().since(started) >= host.config.preserve.min_notice;
+    let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);
+    let mut states: BTreeMap<State, u64> = BTreeMap::new();
+    let (mut fenced, mut held, mut bytes) = (0, 0, 0);
+    for slot in host.slots() {
+        super::watch::look(host, &slot);
+        check_read_only(host, &slot);
+        host.apply(&slot, Event::Witnessed { add_ms, may_delete }, "agent");
+        let s = slot.session();
+        *states.entry(s.state).or_default() += 1;
+        match s.state {
+            State::Fencing | State::Fenced => fenced += 1,
+            State::Quarantined => held += 1,
+            State::Preserved => bytes += host.size_of(&slot).0,
+            State::Opening | State::Active | State::Releasing | State::Deleting => {}
+            State::Closed => host.forget(slot.id),
+        }
+    }
+    let n = |state| states.get(&state).copied().unwrap_or(0);
+    let total: u64 = states.values().sum();
+    let line = format!(
+        "reconciled {total} session(s): renewed={} fenced={fenced} preserved={} deleted={} held={held}",
+        n(State::Active) + n(State::Releasing),
+        n(State::Preserved),
+        n(State::Closed),
+    );
+    host.metrics.reconciled(&states, bytes);
+    let mut shown = host.shown();
+    shown.reconcile = line;
+    shown.preserved_bytes = bytes;
+    Ok(())
+}
+
+/// A root process may have made a fenced overlay writable again.
+fn check_read_only(host: &Arc<Host>, slot: &Arc<Slot>) {
+    let inner = slot.lock();
+    let expected = matches!(inner.session.state, State::Fenced | State::Preserved)
+        && inner.session.facts.has(Fact::ReadOnly);
+    let Some(mounted) = inner.mounted.clone().filter(|_| expected) else { return };
+    drop(inner);
+    let seen = match overlay::is_read_only(&mounted.root) {
+        Ok(true) => return,
+        Ok(false) => "the write probe was granted".to_owned(),
+        Err(fault) => text(fault),
+    };
+    host.apply(slot, Event::ReadOnlyLost { seen }, "foreign");
+}
+
+/// `after_doubt = resume-if-unclaimed`: an ordinary acquisition, with the policy as authoriser.
+async fn resume_doubted(host: &Arc<Host>) {
+    for slot in host.slots() {
+        if !slot.lock().session.resumable_by_policy() {
+            continue;
+        }
+        let worker = Arc::clone(host);
+        let asked = Arc::clone(&slot);
+        let by = format!("policy:{}", host.config.digest());
+        let reason = "fenced only for doubt, and unclaimed since".to_owned();
+        let answer = tokio::task::spawn_blocking(move || worker.readmit_now(&asked, &by, &by, &reason)).await;
+        if let Ok(Err(failure)) = answer {
+            tracing::info!(OVERFENCE_SESSION = %slot.id, "not resumed: {failure}");
+            // Claimed by somebody else: only a person can bring it back.
+            if failure.current.is_some() {
+                slot.lock().session.policy.after_doubt = crate::model::session::AfterDoubt::Hold;
+            }
+        }
+    }
+}

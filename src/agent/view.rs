@@ -1,0 +1,221 @@
+//! From records to what is shown.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::effects::text;
+use super::host::Host;
+use super::slot::{Inner, Slot};
+use crate::kernel::clock;
+use crate::model::facts::Fact;
+use crate::model::lease::Lease;
+use crate::model::session::{OnBusy, Session, State};
+use crate::model::view::{FactView, LeaseView, PathText, PreservedView, SessionView, WorkspaceView};
+use crate::model::workspace::Workspace;
+
+impl Host {
+    /// A session.
+    pub fn session_view(&self, slot: &Slot) -> SessionView {
+        let inner = slot.lock();
+        let s = &inner.session;
+        let processes = inner.cgroup.as_ref().and_then(|c| c.procs().ok()).map_or(0, |p| p.len());
+        SessionView {
+            id: s.id.to_string(),
+            workspace: s.workspace.to_string(),
+            owner: s.owner.to_string(),
+            state: s.state.to_string(),
+            class: class(s).to_owned(),
+            lease: s.lease.to_string(),
+            generation: s.generation.0,
+            holder: s.holder,
+            ttl_ms: ms(s.ttl),
+            remaining_ms: s.holds_lease().then(|| remaining(&inner)),
+            may_publish: s.holds_lease() && s.state != State::Opening && s.doubt.is_none(),
+            doubt: s.doubt.clone(),
+            loss: s.loss.as_ref().map(ToString::to_string),
+            facts: facts(s),
+            missing: missing(s).map(|f| f.name().to_owned()),
+            holders: s.holders.clone(),
+            blockers: s.blockers.clone(),
+            base: s.base.clone(),
+            expected: s.expected.clone(),
+            work: s.work.clone(),
+            disposition: s.disposition.clone(),
+            unknown: s.unknown.keys().map(ToString::to_string).collect(),
+            merged: PathText::of(&slot.dirs.merged),
+            upper: PathText::of(&slot.dirs.upper),
+            cgroup: PathText::of(&self.paths.cgroup(s.id)),
+            processes: u64::try_from(processes).unwrap_or(u64::MAX),
+            labels: s.labels.clone(),
+            trouble: s.trouble.clone(),
+        }
+    }
+
+    /// Bytes and entries of a stopped session's upper, counted once.
+    pub fn size_of(&self, slot: &Slot) -> (u64, u64) {
+        if let Some(size) = slot.lock().size {
+            return size;
+        }
+        let size = crate::upper::changes::size(&slot.dirs.upper).unwrap_or_else(|fault| {
+            tracing::warn!(OVERFENCE_SESSION = %slot.id, "the upper could not be counted: {}", text(fault));
+            (0, 0)
+        });
+        slot.lock().size = Some(size);
+        size
+    }
+
+    /// A lease.
+    pub fn lease_view(&self, workspace: &Workspace, lease: &Lease) -> LeaseView {
+        let left = (lease.expires.boot == self.boot).then(|| signed_left(lease.expires.ns.0));
+        LeaseView {
+            id: lease.id.to_string(),
+            workspace: workspace.id.to_string(),
+            session: lease.session.to_string(),
+            host: lease.host.to_string(),
+            owner: lease.owner.to_string(),
+            generation: lease.generation.0,
+            state: word(&lease.state),
+            holder: lease.holder,
+            ttl_ms: ms(lease.ttl),
+            remaining_ms: left.filter(|_| lease.state.may_publish()),
+            why_ended: lease.why_ended.clone(),
+        }
+    }
+
+    /// A workspace.
+    pub fn workspace_view(&self, w: &Workspace) -> WorkspaceView {
+        let now = crate::model::time::BootInstant { boot: self.boot, ns: clock::now() };
+        let live = w.live_lease(&now).filter(|_| w.hold.is_none());
+        let suspects = self.slots().into_iter().filter_map(|slot| {
+            let s = slot.session();
+            let suspect = s.workspace == w.id && !s.holds_lease() && s.state != State::Closed;
+            suspect.then(|| s.id.to_string())
+        });
+        WorkspaceView {
+            id: w.id.to_string(),
+            owner: w.owner.to_string(),
+            contact: w.contact.clone(),
+            labels: w.labels.clone(),
+            version: w.at.version.0,
+            head: w.at.head.0.clone(),
+            generation: w.generation.0,
+            lease: w.lease.as_ref().map(|l| self.lease_view(w, l)),
+            writer_session: live.map(|l| l.session.to_string()),
+            may_publish: live.is_some(),
+            hold: w.hold.clone(),
+            suspect_sessions: suspects.collect(),
+        }
+    }
+
+    /// A preserved delta.
+    pub fn preserved_view(&self, slot: &Arc<Slot>) -> PreservedView {
+        let s = slot.session();
+        let (bytes, entries) = self.size_of(slot);
+        let left = s.grace_ends().saturating_sub(s.witnessed);
+        PreservedView {
+            session: s.id.to_string(),
+            workspace: s.workspace.to_string(),
+            owner: s.owner.to_string(),
+            generation: s.generation.0,
+            reason: s.loss.as_ref().map(ToString::to_string).unwrap_or_default(),
+            facts: s.facts.0.keys().copied().collect(),
+            bytes,
+            entries,
+            grace_left_ms: ms(left),
+            next: next(&s, left),
+        }
+    }
+}
+
+fn next(s: &Session, left: Duration) -> String {
+    if !s.unknown.is_empty() {
+        return "kept: a publication has no known outcome".to_owned();
+    }
+    match s.state {
+        State::Deleting => "being removed".to_owned(),
+        State::Fenced if s.policy.on_busy == OnBusy::Kill => "killed when kill_after is over".to_owned(),
+        _ => format!("removed after {} of witnessed time", shown_span(left)),
+    }
+}
+
+/// Hours and minutes, or seconds when short.
+fn shown_span(span: Duration) -> String {
+    let s = span.as_secs();
+    match (s / 3600, (s % 3600) / 60) {
+        (0, 0) => format!("{s} s"),
+        (0, m) => format!("{m} min"),
+        (h, m) => format!("{h} h {m} min"),
+    }
+}
+
+fn facts(s: &Session) -> Vec<FactView> {
+    s.facts
+        .0
+        .iter()
+        .map(|(fact, proof)| FactView {
+            fact: *fact,
+            asked: proof.asked.clone(),
+            answer: proof.answer.clone(),
+            boot_ns: proof.at.0,
+            took_us: proof.took_us,
+        })
+        .collect()
+}
+
+/// The strongest fact that the fence goes for and does not have.
+pub fn missing(s: &Session) -> Option<Fact> {
+    match s.state {
+        State::Fencing | State::Fenced | State::Preserved => {
+            let wanted = Fact::ALL.into_iter().filter(|f| *f <= s.policy.fence_to);
+            let needed = wanted.filter(|f| *f != Fact::Killed || s.policy.fence_to == Fact::Killed);
+            needed.filter(|f| !s.facts.has(*f)).max()
+        }
+        State::Opening
+        | State::Active
+        | State::Releasing
+        | State::Deleting
+        | State::Closed
+        | State::Quarantined => None,
+    }
+}
+
+/// The reconciler's class of a session.
+pub fn class(s: &Session) -> &'static str {
+    use crate::model::session::Loss;
+    match s.state {
+        State::Opening | State::Active | State::Releasing if s.doubt.is_some() => "DOUBT",
+        State::Opening | State::Active | State::Releasing => "AUTHORISED",
+        State::Fencing | State::Fenced => match s.loss {
+            Some(Loss::Superseded { .. }) => "STALE_GENERATION",
+            Some(_) | None => "LEASE_LOST",
+        },
+        State::Preserved if s.safe_to_delete() => "SAFE_TO_DELETE",
+        State::Preserved => "PRESERVED_DELTA",
+        State::Deleting | State::Closed => "SAFE_TO_DELETE",
+        State::Quarantined => "QUARANTINED",
+    }
+}
+
+/// Whether all selectors `k=v` fit.
+pub fn selected(labels: &BTreeMap<String, String>, selector: &BTreeMap<String, String>) -> bool {
+    selector.iter().all(|(k, v)| labels.get(k) == Some(v))
+}
+
+fn remaining(inner: &Inner) -> i64 {
+    signed_left(inner.deadline().0.0)
+}
+
+fn signed_left(at_ns: u64) -> i64 {
+    let signed = |ns: u64| i64::try_from(ns / 1_000_000).unwrap_or(i64::MAX);
+    signed(at_ns) - signed(clock::now().0)
+}
+
+/// A unit enum as its serialised word.
+pub fn word<T: serde::Serialize>(value: &T) -> String {
+    serde_json::to_value(value).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
+fn ms(span: Duration) -> u64 {
+    u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,161 @@
+//! The agent itself: evidence, events, status, metrics, health.
+
+use std::collections::VecDeque;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures_util::Stream;
+use futures_util::stream::try_unfold;
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::problem::{Query, Refused};
+use crate::agent::failure::Failure;
+use crate::agent::handle::Agent;
+use crate::model::journal::Entry;
+use crate::model::view::{EvidenceReport, StatusView};
+
+/// Entries read from the chain at a time.
+const PAGE: usize = 256;
+
+/// Which part of the chain.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Part {
+    /// Entries after this number; from the first if absent.
+    #[serde(default)]
+    since: u64,
+    /// At most so many; 256 if absent.
+    limit: Option<usize>,
+    /// Only of this session, by a unique prefix of its id.
+    session: Option<String>,
+}
+
+/// Reads the evidence chain.
+#[utoipa::path(get, path = "/v1/evidence", params(Part),
+    responses((status = 200, description = "Entries, oldest first.", body = Vec<Object>)))]
+pub(super) async fn evidence(
+    State(agent): State<Agent>,
+    Query(part): Query<Part>,
+) -> Result<Json<Vec<Entry>>, Refused> {
+    let session = match &part.session {
+        Some(prefix) => Some(agent.session_id(prefix).await?),
+        None => None,
+    };
+    Ok(Json(agent.evidence(part.since, part.limit.unwrap_or(PAGE), session).await?))
+}
+
+/// Checks the evidence chain against its anchors.
+#[utoipa::path(get, path = "/v1/evidence/verify",
+    responses((status = 200, description = "What was found.", body = EvidenceReport)))]
+pub(super) async fn verify(State(agent): State<Agent>) -> Result<Json<EvidenceReport>, Refused> {
+    Ok(Json(agent.evidence_verify().await?))
+}
+
+/// From where, and for how long.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Tail {
+    /// Entries after this number; from the first if absent.
+    #[serde(default)]
+    since: u64,
+    /// Go on as entries come.
+    #[serde(default)]
+    follow: bool,
+}
+
+/// Streams evidence entries, one JSON object a line.
+#[utoipa::path(get, path = "/v1/events", params(Tail),
+    responses((status = 200, description = "The stream.", body = Object,
+        content_type = "application/x-ndjson")))]
+pub(super) async fn events(State(agent): State<Agent>, Query(tail): Query<Tail>) -> Response {
+    let body = Body::from_stream(lines(agent, tail));
+    ([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response()
+}
+
+struct Reading {
+    agent: Agent,
+    last: u64,
+    ready: VecDeque<Entry>,
+    news: Option<tokio::sync::watch::Receiver<u64>>,
+}
+
+fn lines(agent: Agent, tail: Tail) -> impl Stream<Item = Result<Vec<u8>, Failure>> {
+    let news = tail.follow.then(|| agent.evidence_watch());
+    let start = Reading { agent, last: tail.since, ready: VecDeque::new(), news };
+    try_unfold(start, |mut reading| async move {
+        loop {
+            while let Some(entry) = reading.ready.pop_front() {
+                if entry.seq > reading.last {
+                    reading.last = entry.seq;
+                    let mut line = serde_json::to_vec(&entry).unwrap_or_default();
+                    line.push(b'\n');
+                    return Ok(Some((line, reading)));
+                }
+            }
+            // Marked as seen before the read: an entry that comes in between wakes the next wait.
+            if let Some(news) = &mut reading.news {
+                news.borrow_and_update();
+            }
+            reading.ready = reading.agent.evidence(reading.last, PAGE, None).await?.into();
+            if reading.ready.iter().any(|entry| entry.seq > reading.last) {
+                continue;
+            }
+            let Some(news) = &mut reading.news else { return Ok(None) };
+            if news.changed().await.is_err() {
+                return Ok(None);
+            }
+        }
+    })
+}
+
+/// Says how the agent is.
+#[utoipa::path(get, path = "/v1/status",
+    responses((status = 200, description = "As it stands.", body = StatusView)))]
+pub(super) async fn status(State(agent): State<Agent>) -> Result<Json<StatusView>, Refused> {
+    Ok(Json(agent.status().await?))
+}
+
+/// The public key of mount tickets.
+#[derive(Serialize, Deserialize, ToSchema)]
+pub struct TicketKey {
+    /// In PASERK form (`k4.public.…`).
+    pub key: String,
+}
+
+/// Gives the key that mount tickets are verified with.
+#[utoipa::path(get, path = "/v1/ticket-key",
+    responses((status = 200, description = "The public key.", body = TicketKey)))]
+pub(super) async fn ticket_key(State(agent): State<Agent>) -> Json<TicketKey> {
+    Json(TicketKey { key: agent.ticket_key() })
+}
+
+/// Gives the metrics.
+#[utoipa::path(get, path = "/metrics",
+    responses((status = 200, description = "OpenMetrics.", body = String,
+        content_type = "application/openmetrics-text")))]
+pub(super) async fn metrics(State(agent): State<Agent>) -> Response {
+    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ([(header::CONTENT_TYPE, kind)], agent.metrics()).into_response()
+}
+
+/// Answers 200 once everything stale has been frozen, 503 before.
+#[utoipa::path(get, path = "/healthz",
+    responses((status = 200, description = "Ready; the last reconcile in a line.", body = String,
+        content_type = "text/plain")))]
+pub(super) async fn healthz(State(agent): State<Agent>) -> Result<Response, Refused> {
+    let status = agent.status().await?;
+    let code = if status.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    Ok((code, format!("{}\n", status.reconcile)).into_response())
+}
+
+/// What a TCP listener on the loopback address answers: metrics and health alone.
+pub(in crate::api) fn watched(agent: Agent) -> axum::Router {
+    use axum::routing::get;
+    let routes =
+        axum::Router::new().route("/metrics", get(metrics)).route("/healthz", get(healthz));
+    routes.with_state(agent)
+}

@@ -1,0 +1,103 @@
+//! The socket inside a session. A workload is on the other end: it gets one short request a
+//! connection, few connections at once, and the one thing it may do is to say that it lives.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Json;
+use axum::response::{IntoResponse as _, Response};
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request};
+use hyper_util::rt::TokioIo;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
+
+use super::peer::caller;
+use super::problem::Refused;
+use super::server::pause;
+use crate::agent::failure::Failure;
+use crate::agent::handle::{Agent, Sign};
+use crate::model::code::Code;
+use crate::model::ids::SessionId;
+
+/// How long one connection lasts at most.
+const LONGEST: Duration = Duration::from_secs(2);
+
+/// How many at once; more are hung up on.
+const PLACES: usize = 8;
+
+/// Answers `POST /v1/beat` for `session`, known by this socket and not by who asks, until the
+/// task is dropped.
+pub async fn serve_session(agent: Agent, session: SessionId, listener: UnixListener) {
+    let places = Arc::new(Semaphore::new(PLACES));
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let Ok(place) = places.clone().try_acquire_owned() else { continue };
+                let agent = agent.clone();
+                tokio::spawn(async move {
+                    let _place = place;
+                    let _ = tokio::time::timeout(LONGEST, attend(agent, session, stream)).await;
+                });
+            }
+            Err(fault) => pause(&fault).await,
+        }
+    }
+}
+
+async fn attend(agent: Agent, session: SessionId, stream: UnixStream) {
+    let Ok(peer) = caller(&stream) else { return };
+    let service = service_fn(|request: Request<Incoming>| {
+        let agent = agent.clone();
+        async move {
+            let answer = match asked(request.method(), request.uri().path()) {
+                Ok(()) => beat(&agent, session, peer.pid).await,
+                Err(refused) => refused.into_response(),
+            };
+            Ok::<_, std::convert::Infallible>(answer)
+        }
+    });
+    let connection =
+        http1::Builder::new().keep_alive(false).serve_connection(TokioIo::new(stream), service);
+    if let Err(fault) = connection.await {
+        tracing::debug!(%session, %fault, "a connection from inside ended early");
+    }
+}
+
+async fn beat(agent: &Agent, session: SessionId, pid: u32) -> Response {
+    match agent.beat(session, Sign::Socket { pid }).await {
+        Ok(answer) => Json(answer).into_response(),
+        Err(failure) => Refused(failure).into_response(),
+    }
+}
+
+fn asked(method: &Method, path: &str) -> Result<(), Refused> {
+    match (method, path) {
+        (&Method::POST, "/v1/beat") => Ok(()),
+        _ => Err(Refused(Failure::new(
+            Code::Denied,
+            format!("{method} {path}: a session's own socket takes only POST /v1/beat"),
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_beat_is_taken() {
+        assert!(asked(&Method::POST, "/v1/beat").is_ok());
+        for (method, path) in [
+            (Method::GET, "/v1/beat"),
+            (Method::POST, "/v1/beat/"),
+            (Method::POST, "/v1/sessions"),
+            (Method::GET, "/v1/status"),
+        ] {
+            let Err(Refused(failure)) = asked(&method, path) else { panic!("{method} {path}") };
+            assert_eq!(failure.code, Code::Denied);
+        }
+    }
+}

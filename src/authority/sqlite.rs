@@ -1,0 +1,265 @@
+//! The embedded authority: tables in the host's own database, so that an acquisition, the session
+//! record and the evidence of it are one transaction.
+
+use std::sync::Arc;
+
+use rusqlite::OptionalExtension as _;
+
+use super::verbs::{Backend, Rows};
+use super::{
+    Error, Happening, HistoryRow, Journal, KeyState, PublicationKey, Unreadable, Workspace,
+    WorkspaceId,
+};
+use crate::model::time::BootInstant;
+use crate::store::{Durability, Error as Fault, Store, Tx, unreadable};
+
+/// See the module. Its clock is the store's.
+#[derive(Clone, Debug)]
+pub struct SqliteAuthority {
+    store: Arc<Store>,
+}
+
+impl SqliteAuthority {
+    /// The authority in `store`'s database.
+    pub fn new(store: Arc<Store>) -> Self {
+        Self { store }
+    }
+}
+
+impl From<Fault> for Error {
+    fn from(error: Fault) -> Self {
+        let why = told(&error);
+        match error {
+            Fault::CommitLost { .. } => Self::Unknown { why },
+            Fault::NotBelieved { .. }
+            | Fault::Record { .. }
+            | Fault::Key { .. }
+            | Fault::Schema { .. }
+            | Fault::Damaged { .. }
+            | Fault::WitnessMissing { .. }
+            | Fault::Statement { .. } => Self::NotBelieved { why },
+            Fault::Io { .. }
+            | Fault::Locked { .. }
+            | Fault::Sql { .. }
+            | Fault::RolledBack { .. }
+            | Fault::Text { .. } => Self::Unavailable { why },
+        }
+    }
+}
+
+fn told(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        None => error.to_string(),
+        Some(source) => format!("{error}: {}", told(source)),
+    }
+}
+
+impl Backend for SqliteAuthority {
+    fn transact<R>(
+        &self,
+        durability: Durability,
+        job: impl FnOnce(&mut dyn Rows) -> Result<R, Fault>,
+    ) -> Result<R, Error> {
+        Ok(self.store.transact(durability, |tx| job(&mut Table { tx }))?)
+    }
+}
+
+struct Table<'a> {
+    tx: &'a Tx<'a>,
+}
+
+const WORKSPACES: &str = "workspaces";
+const PUBLICATIONS: &str = "publications";
+const HISTORY: &str = "history";
+
+fn sql(op: &'static str) -> impl FnOnce(rusqlite::Error) -> Fault {
+    move |source| Fault::Sql { op, source }
+}
+
+impl Rows for Table<'_> {
+    fn now(&self) -> BootInstant {
+        self.tx.now
+    }
+
+    fn load(&mut self, id: &WorkspaceId) -> Result<Option<Workspace>, Fault> {
+        let found: Option<(String, Vec<u8>)> = self
+            .tx
+            .conn
+            .prepare_cached("SELECT record, mac FROM workspaces WHERE id = ?")
+            .and_then(|mut s| s.query_row([id.as_str()], |r| r.try_into()).optional())
+            .map_err(sql("read workspace"))?;
+        let Some((text, mac)) = found else { return Ok(None) };
+        Ok(Some(self.tx.unseal(WORKSPACES, id.as_str(), &text, &mac)?))
+    }
+
+    fn save(&mut self, workspace: &Workspace) -> Result<(), Fault> {
+        let id = workspace.id.as_str();
+        let (text, mac) = self.tx.seal(WORKSPACES, id, workspace)?;
+        self.tx
+            .conn
+            .prepare_cached("INSERT OR REPLACE INTO workspaces (id, record, mac) VALUES (?, ?, ?)")
+            .and_then(|mut s| s.execute((id, text, mac)))
+            .map_err(sql("write workspace"))?;
+        Ok(())
+    }
+
+    fn key(&mut self, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Fault> {
+        let found: Option<(String, Vec<u8>)> = self
+            .tx
+            .conn
+            .prepare_cached("SELECT record, mac FROM publications WHERE workspace = ? AND key = ?")
+            .and_then(|mut s| {
+                s.query_row((id.as_str(), key.to_string()), |r| r.try_into()).optional()
+            })
+            .map_err(sql("read publication"))?;
+        let Some((text, mac)) = found else { return Ok(KeyState::Unused) };
+        self.tx.unseal(PUBLICATIONS, &format!("{id} {key}"), &text, &mac)
+    }
+
+    fn set_key(
+        &mut self,
+        id: &WorkspaceId,
+        key: PublicationKey,
+        state: &KeyState,
+    ) -> Result<(), Fault> {
+        let (text, mac) = self.tx.seal(PUBLICATIONS, &format!("{id} {key}"), state)?;
+        self.tx
+            .conn
+            .prepare_cached(
+                "INSERT INTO publications (workspace, key, record, mac) VALUES (?, ?, ?, ?)",
+            )
+            .and_then(|mut s| s.execute((id.as_str(), key.to_string(), text, mac)))
+            .map_err(sql("write publication"))?;
+        Ok(())
+    }
+
+    fn log(&mut self, id: &WorkspaceId, what: Happening) -> Result<(), Fault> {
+        let row = HistoryRow { time: jiff::Timestamp::now().to_string(), what };
+        let (text, mac) = self.tx.seal(HISTORY, id.as_str(), &row)?;
+        self.tx
+            .conn
+            .prepare_cached(
+                "INSERT INTO history (workspace, time, record, mac) VALUES (?, ?, ?, ?)",
+            )
+            .and_then(|mut s| s.execute((id.as_str(), &row.time, text, mac)))
+            .map_err(sql("write history"))?;
+        Ok(())
+    }
+
+    fn journal(&mut self, journal: &Journal) -> Result<(), Fault> {
+        self.tx.journal(journal)
+    }
+
+    fn all(&mut self) -> Result<Vec<Result<Workspace, Unreadable>>, Fault> {
+        let mut statement = self
+            .tx
+            .conn
+            .prepare_cached("SELECT id, record, mac FROM workspaces ORDER BY id")
+            .map_err(sql("read workspaces"))?;
+        let rows = statement.query_map([], |r| r.try_into()).map_err(sql("read workspaces"))?;
+        rows.map(|row| {
+            let (id, text, mac): (String, String, Vec<u8>) = row.map_err(sql("read workspaces"))?;
+            Ok(self.tx.unseal(WORKSPACES, &id, &text, &mac).map_err(|e| unreadable(id, e)))
+        })
+        .collect()
+    }
+
+    fn rows(&mut self, id: &WorkspaceId, limit: usize) -> Result<Vec<HistoryRow>, Fault> {
+        let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+        let mut statement = self
+            .tx
+            .conn
+            .prepare_cached(
+                "SELECT record, mac FROM history WHERE workspace = ? ORDER BY seq DESC LIMIT ?",
+            )
+            .map_err(sql("read history"))?;
+        let rows = statement
+            .query_map((id.as_str(), limit), |r| r.try_into())
+            .map_err(sql("read history"))?;
+        rows.map(|row| {
+            let (text, mac): (String, Vec<u8>) = row.map_err(sql("read history"))?;
+            self.tx.unseal(HISTORY, id.as_str(), &text, &mac)
+        })
+        .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::authority::conformance::{Fixture, TestClock, run};
+    use crate::authority::{Authority, NewWorkspace, no_rider};
+    use crate::store::Paths;
+
+    struct Embedded {
+        store: Arc<Store>,
+        authority: SqliteAuthority,
+        clock: TestClock,
+        dir: tempfile::TempDir,
+    }
+
+    fn embedded() -> Embedded {
+        let (dir, clock) = (tempfile::tempdir().unwrap(), TestClock::default());
+        let store = Arc::new(Store::open(&Paths::under(dir.path()), clock.clock()).unwrap());
+        Embedded { authority: SqliteAuthority::new(Arc::clone(&store)), store, clock, dir }
+    }
+
+    impl Fixture for Embedded {
+        fn authority(&self) -> &dyn Authority {
+            &self.authority
+        }
+        fn clock(&self) -> &TestClock {
+            &self.clock
+        }
+        fn written(&self) -> Vec<String> {
+            let entries = self.store.evidence_since(0, 99).unwrap();
+            entries.into_iter().map(|e| e.draft.kind).collect()
+        }
+    }
+
+    #[test]
+    fn sqlite_conforms() {
+        run(&|| Box::new(embedded()));
+    }
+
+    #[test]
+    fn an_altered_record_is_not_believed_and_the_others_are() {
+        let host = embedded();
+        for id in ["a", "b"] {
+            let new = NewWorkspace {
+                id: id.parse().unwrap(),
+                owner: "ann".parse().unwrap(),
+                contact: String::new(),
+                labels: Default::default(),
+                first: None,
+            };
+            host.authority.create(&new, no_rider()).unwrap().unwrap();
+        }
+        let other = rusqlite::Connection::open(host.dir.path().join("overfence.db")).unwrap();
+        let altered = other
+            .execute(
+                "UPDATE workspaces SET record = replace(record, 'ann', 'eve') WHERE id='a'",
+                [],
+            )
+            .unwrap();
+        assert_eq!(altered, 1);
+        let (a, b): (WorkspaceId, WorkspaceId) = ("a".parse().unwrap(), "b".parse().unwrap());
+        let error = host.authority.get(&a).unwrap_err();
+        assert!(
+            matches!(&error, Error::NotBelieved { why } if why.contains("record a")),
+            "{error}"
+        );
+        assert!(matches!(host.authority.hold(&a, "x"), Err(Error::NotBelieved { .. })));
+        assert!(host.authority.get(&b).unwrap().is_some());
+        assert_eq!(host.authority.list().unwrap().len(), 1);
+        assert_eq!(host.authority.unreadable().unwrap()[0].id, "a");
+        // A genuine record moved to another name is not believed either.
+        other
+            .execute_batch(
+                "DELETE FROM workspaces WHERE id='a';
+                 INSERT INTO workspaces SELECT 'a', record, mac FROM workspaces WHERE id='b'",
+            )
+            .unwrap();
+        assert!(matches!(host.authority.get(&a), Err(Error::NotBelieved { .. })));
+    }
+}

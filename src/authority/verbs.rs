@@ -1,0 +1,288 @@
+//! Each verb once, over whatever a backend calls a transaction.
+
+use super::{
+    Acquire, Acquired, Answer, Authority, Code, Error, Generation, Happening, HeadAt, HistoryRow,
+    Journal, KeyState, Lease, LeaseId, LeaseState, NewWorkspace, PublicationKey, Publish, Refusal,
+    Renewal, Rider, Unreadable, Workspace, WorkspaceId, created, unknown,
+};
+use crate::model::ids::InvalidId;
+use crate::model::time::BootInstant;
+use crate::model::workspace::Ruled;
+use crate::store::{Durability, Error as Fault};
+
+type Outcome<T> = Result<Result<T, Refusal>, Fault>;
+
+/// The rows of one transaction.
+pub(super) trait Rows {
+    fn now(&self) -> BootInstant;
+    fn load(&mut self, id: &WorkspaceId) -> Result<Option<Workspace>, Fault>;
+    fn save(&mut self, workspace: &Workspace) -> Result<(), Fault>;
+    fn key(&mut self, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Fault>;
+    fn set_key(
+        &mut self,
+        id: &WorkspaceId,
+        key: PublicationKey,
+        state: &KeyState,
+    ) -> Result<(), Fault>;
+    fn log(&mut self, id: &WorkspaceId, what: Happening) -> Result<(), Fault>;
+    fn journal(&mut self, journal: &Journal) -> Result<(), Fault>;
+    fn all(&mut self) -> Result<Vec<Result<Workspace, Unreadable>>, Fault>;
+    fn rows(&mut self, id: &WorkspaceId, limit: usize) -> Result<Vec<HistoryRow>, Fault>;
+}
+
+/// What a backend has to bring.
+pub(super) trait Backend: Send + Sync {
+    /// Runs `job` as one transaction: all of it, or, when it fails, nothing.
+    fn transact<R>(
+        &self,
+        durability: Durability,
+        job: impl FnOnce(&mut dyn Rows) -> Result<R, Fault>,
+    ) -> Result<R, Error>;
+}
+
+/// Applies a rule to the workspace's record and saves what came out, if it changed.
+fn rule<T>(
+    rows: &mut dyn Rows,
+    id: &WorkspaceId,
+    rule: impl FnOnce(&Workspace, &BootInstant) -> Ruled<T>,
+) -> Outcome<T> {
+    let now = rows.now();
+    let Some(old) = rows.load(id)? else { return Ok(Err(unknown())) };
+    match rule(&old, &now) {
+        Err(refusal) => Ok(Err(refusal)),
+        Ok((new, answer)) => {
+            if new != old {
+                rows.save(&new)?;
+            }
+            Ok(Ok(answer))
+        }
+    }
+}
+
+fn finish<T>(rows: &mut dyn Rows, rider: Rider<'_, T>, answer: Result<T, Refusal>) -> Outcome<T> {
+    rows.journal(&rider(&answer))?;
+    Ok(answer)
+}
+
+fn create(rows: &mut dyn Rows, new: &NewWorkspace) -> Outcome<Workspace> {
+    let made = match created(rows.load(&new.id)?.as_ref(), new) {
+        Err(refusal) => return Ok(Err(refusal)),
+        Ok(made) => made,
+    };
+    rows.save(&made)?;
+    let (owner, generation, at) = (made.owner.clone(), made.generation, made.at.clone());
+    rows.log(&new.id, Happening::Created { owner, generation, at })?;
+    Ok(Ok(made))
+}
+
+fn delete(rows: &mut dyn Rows, id: &WorkspaceId, why: &str) -> Outcome<()> {
+    let answer = rule(rows, id, |old, now| {
+        let refuse = |code| Err(Refusal { code, current: Some(old.current()) });
+        match old {
+            old if old.hold.is_some() => refuse(Code::WorkspaceHeld),
+            old if old.deleted => Err(unknown()),
+            old if old.live_lease(now).is_some() => refuse(Code::LeaseHeld),
+            old => Ok((Workspace { deleted: true, ..old.clone() }, old.generation)),
+        }
+    })?;
+    let Ok(generation) = answer else { return Ok(answer.map(drop)) };
+    rows.log(id, Happening::Deleted { why: why.to_owned(), generation })?;
+    Ok(Ok(()))
+}
+
+fn acquire(rows: &mut dyn Rows, wish: &Acquire) -> Outcome<Acquired> {
+    let answer = rule(rows, &wish.workspace, |old, now| old.acquire(wish, now))?;
+    let what = match &answer {
+        Ok(acquired) => Happening::Acquired {
+            owner: wish.owner.clone(),
+            host: wish.host,
+            session: wish.session,
+            lease: wish.lease,
+            generation: acquired.lease.generation,
+            predecessor: acquired.predecessor.clone(),
+        },
+        Err(refusal) => Happening::Refused {
+            verb: "acquire".to_owned(),
+            session: wish.session,
+            generation: None,
+            code: refusal.code,
+            current: refusal.current.clone(),
+        },
+    };
+    rows.log(&wish.workspace, what)?;
+    Ok(answer)
+}
+
+fn publish(rows: &mut dyn Rows, wish: &Publish) -> Outcome<HeadAt> {
+    let key = rows.key(&wish.workspace, wish.key)?;
+    let answer = rule(rows, &wish.workspace, |old, now| old.publish(wish, &key, now))?;
+    match &answer {
+        // The same key gets the same answer; it happened once.
+        Ok(_) if key != KeyState::Unused => {}
+        Ok(at) => {
+            let state = KeyState::Committed { layer: wish.layer, at: at.clone() };
+            rows.set_key(&wish.workspace, wish.key, &state)?;
+            rows.log(
+                &wish.workspace,
+                Happening::Published {
+                    session: wish.session,
+                    generation: wish.generation,
+                    key: wish.key,
+                    layer: wish.layer,
+                    at: at.clone(),
+                },
+            )?;
+        }
+        Err(refusal) => rows.log(
+            &wish.workspace,
+            Happening::Refused {
+                verb: "publish".to_owned(),
+                session: wish.session,
+                generation: Some(wish.generation),
+                code: refusal.code,
+                current: refusal.current.clone(),
+            },
+        )?,
+    }
+    Ok(answer)
+}
+
+fn renew_one(rows: &mut dyn Rows, one: &Renewal) -> Outcome<Lease> {
+    match rule(rows, &one.workspace, |old, now| old.renew(one.lease, one.generation, now)) {
+        Err(Fault::Record { .. }) => {
+            Ok(Err(Refusal { code: Code::AuthorityUnavailable, current: None }))
+        }
+        answer => answer,
+    }
+}
+
+fn hold(rows: &mut dyn Rows, id: &WorkspaceId, why: &str) -> Result<(), Fault> {
+    let old = match rows.load(id)? {
+        Some(old) if old.hold.as_deref() == Some(why) => return Ok(()),
+        Some(old) => old,
+        None => {
+            let nobody = "unknown".parse().map_err(|e: InvalidId| Fault::Record {
+                table: "workspaces",
+                id: id.to_string(),
+                why: e.to_string(),
+            })?;
+            Workspace { deleted: true, ..Workspace::new(id.clone(), nobody, None) }
+        }
+    };
+    rows.save(&old.held(why))?;
+    rows.log(id, Happening::Held { why: why.to_owned() })
+}
+
+fn repair(
+    rows: &mut dyn Rows,
+    id: &WorkspaceId,
+    seen: Generation,
+    why: &str,
+) -> Outcome<Workspace> {
+    let answer = rule(rows, id, |old, _| {
+        // A lease below `seen` is stale from here on: its generation is no longer the highest.
+        let generation = old.generation.max(seen);
+        let new = Workspace { hold: None, generation, ..old.clone() };
+        Ok((new.clone(), new))
+    })?;
+    if let Ok(new) = &answer {
+        let (why, generation) = (why.to_owned(), new.generation);
+        rows.log(id, Happening::Repaired { why, generation })?;
+    }
+    Ok(answer)
+}
+
+impl<B: Backend> Authority for B {
+    fn create(&self, new: &NewWorkspace, rider: Rider<'_, Workspace>) -> Answer<Workspace> {
+        self.transact(Durability::Full, |rows| {
+            let answer = create(rows, new)?;
+            finish(rows, rider, answer)
+        })
+    }
+
+    fn delete(&self, id: &WorkspaceId, why: &str, rider: Rider<'_, ()>) -> Answer<()> {
+        self.transact(Durability::Full, |rows| {
+            let answer = delete(rows, id, why)?;
+            finish(rows, rider, answer)
+        })
+    }
+
+    fn get(&self, id: &WorkspaceId) -> Result<Option<Workspace>, Error> {
+        self.transact(Durability::Lazy, |rows| rows.load(id))
+    }
+
+    fn list(&self) -> Result<Vec<Workspace>, Error> {
+        let all = self.transact(Durability::Lazy, |rows| rows.all())?;
+        Ok(all.into_iter().filter_map(Result::ok).collect())
+    }
+
+    fn unreadable(&self) -> Result<Vec<Unreadable>, Error> {
+        let all = self.transact(Durability::Lazy, |rows| rows.all())?;
+        Ok(all.into_iter().filter_map(Result::err).collect())
+    }
+
+    fn history(&self, id: &WorkspaceId, limit: usize) -> Result<Vec<HistoryRow>, Error> {
+        self.transact(Durability::Lazy, |rows| rows.rows(id, limit))
+    }
+
+    fn acquire(&self, wish: &Acquire, rider: Rider<'_, Acquired>) -> Answer<Acquired> {
+        self.transact(Durability::Full, |rows| {
+            let answer = acquire(rows, wish)?;
+            finish(rows, rider, answer)
+        })
+    }
+
+    fn renew(&self, batch: &[Renewal]) -> Result<Vec<Result<Lease, Refusal>>, Error> {
+        self.transact(Durability::Lazy, |rows| {
+            batch.iter().map(|one| renew_one(rows, one)).collect()
+        })
+    }
+
+    fn releasing(&self, id: &WorkspaceId, lease: LeaseId, generation: Generation) -> Answer<()> {
+        self.transact(Durability::Full, |rows| {
+            rule(rows, id, |old, now| old.releasing(lease, generation, now))
+        })
+    }
+
+    fn end(
+        &self,
+        id: &WorkspaceId,
+        lease: LeaseId,
+        generation: Generation,
+        state: LeaseState,
+        why: &str,
+        rider: Rider<'_, ()>,
+    ) -> Answer<()> {
+        self.transact(Durability::Full, |rows| {
+            let answer = rule(rows, id, |old, _| old.end(lease, generation, state, why))?;
+            finish(rows, rider, answer)
+        })
+    }
+
+    fn publish(&self, wish: &Publish, rider: Rider<'_, HeadAt>) -> Answer<HeadAt> {
+        self.transact(Durability::Full, |rows| {
+            let answer = publish(rows, wish)?;
+            finish(rows, rider, answer)
+        })
+    }
+
+    fn resolve(&self, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Error> {
+        self.transact(Durability::Full, |rows| {
+            let found = rows.key(id, key)?;
+            if found != KeyState::Unused {
+                return Ok(found);
+            }
+            rows.set_key(id, key, &KeyState::Buried)?;
+            rows.log(id, Happening::Buried { key })?;
+            Ok(KeyState::Buried)
+        })
+    }
+
+    fn hold(&self, id: &WorkspaceId, why: &str) -> Result<(), Error> {
+        self.transact(Durability::Full, |rows| hold(rows, id, why))
+    }
+
+    fn repair(&self, id: &WorkspaceId, seen: Generation, why: &str) -> Answer<Workspace> {
+        self.transact(Durability::Full, |rows| repair(rows, id, seen, why))
+    }
+}

@@ -1,0 +1,199 @@
+//! Every key with its meaning: what `config default` and `config show` print, and which variable
+//! of the environment sets it.
+
+use toml::{Table, Value};
+
+use super::{Config, Loaded};
+
+/// Key, meaning, and an example for keys that have no default.
+const KEYS: &[(&str, &str, &str)] = &[
+    ("state_dir", "Everything durable of this host; made with mode 0700.", ""),
+    ("runtime_dir", "Sockets and whatever a boot may lose.", ""),
+    ("socket", "The API's socket. Default: overfence.sock below runtime_dir.", ""),
+    ("cgroup", "Parent of the sessions' cgroups, relative to the cgroup2 root.", ""),
+    (
+        "high_water_file",
+        "The highest generation of each workspace ever seen. Default: below state_dir; better on \
+         another disk, so that one restored backup cannot roll both back.",
+        "",
+    ),
+    (
+        "evidence_anchor_file",
+        "Signed heads of the evidence chain. Default: below state_dir; better on another disk.",
+        "",
+    ),
+    ("keys_dir", "The record key and the ticket key. Default: below state_dir.", ""),
+    ("bundles_dir", "Where `preserved export` writes. Default: below state_dir.", ""),
+    ("lease.ttl", "How long a lease lasts without a renewal; a span, 1s to 24h.", ""),
+    ("lease.max_lifetime", "Longest life of a lease, however often renewed; a span.", ""),
+    (
+        "fence.on_busy",
+        "When a frozen writer still holds a descriptor: \"hold\" stays frozen and goes on trying, \
+         \"kill\" kills it after kill_after.",
+        "",
+    ),
+    ("fence.kill_after", "From that refusal to the kill, under on_busy = \"kill\"; a span.", ""),
+    ("fence.freeze_deadline", "How long a freeze may take; a span.", ""),
+    (
+        "fence.on_slow_freeze",
+        "When it takes longer: \"wait\" goes on watching, \"kill\" kills.",
+        "",
+    ),
+    (
+        "fence.after_doubt",
+        "A session fenced only because the lease was in doubt: \"resume-if-unclaimed\" takes a new \
+         generation if nobody else took the workspace, \"hold\" leaves it fenced.",
+        "",
+    ),
+    (
+        "preserve.grace",
+        "How long uncommitted bytes of a stale writer are kept at least; a span of witnessed time \
+         (time with the agent down does not count).",
+        "",
+    ),
+    ("preserve.min_notice", "Time after a start before grace deletes anything; a span.", ""),
+    ("preserve.sweep", "From one sweep of the reconciler to the next; a span.", ""),
+    ("checkpoint.max_freeze", "Longest freeze of a running session for a capture; a span.", ""),
+    (
+        "open.predecessor_wait",
+        "How long `session open` waits for the former writer on this host to be frozen; a span.",
+        "",
+    ),
+    ("workload.uid", "User that commands run as; a number, not 0.", ""),
+    ("workload.gid", "Its group; a number, not 0.", ""),
+    (
+        "workload.network",
+        "\"own\": a network namespace with nothing but loopback. \"host\": the host's network, \
+         which opens its abstract sockets and loopback services to the workload.",
+        "",
+    ),
+    ("api.group", "Members operate. That is equivalent to root on this host.", ""),
+    ("api.view_group", "Members read.", ""),
+    (
+        "api.metrics_listen",
+        "Loopback address and port of a TCP listener for /metrics and /healthz. Default: none.",
+        "127.0.0.1:9464",
+    ),
+];
+
+/// The variable that sets a key: `lease.ttl` is `OVERFENCE_LEASE_TTL`.
+fn variable(key: &str) -> String {
+    format!("OVERFENCE_{}", key.replace('.', "_").to_uppercase())
+}
+
+/// The key that a variable sets.
+pub(super) fn of_variable(name: &str) -> Option<&'static str> {
+    KEYS.iter().map(|(key, ..)| *key).find(|key| variable(key) == name)
+}
+
+/// Whether a key takes a number.
+pub(super) fn is_number(key: &str) -> bool {
+    matches!(value(&Config::default(), key), Some(Value::Integer(_)))
+}
+
+fn value(config: &Config, key: &str) -> Option<Value> {
+    let table = Table::try_from(config).ok()?;
+    match key.split_once('.') {
+        None => table.get(key).cloned(),
+        Some((section, key)) => table.get(section)?.get(key).cloned(),
+    }
+}
+
+/// Goes through the keys with their section headings; `line` writes one key.
+fn listed(
+    mut line: impl FnMut(&mut String, &'static (&'static str, &'static str, &'static str)),
+) -> String {
+    let (mut text, mut present) = (String::new(), "");
+    for row in KEYS {
+        let section = row.0.split_once('.').map_or("", |(section, _)| section);
+        if section != present {
+            present = section;
+            text.push_str(&format!("\n[{section}]\n"));
+        }
+        line(&mut text, row);
+    }
+    text
+}
+
+fn name(key: &str) -> &str {
+    key.split_once('.').map_or(key, |(_, name)| name)
+}
+
+/// The documented default configuration: every key, its meaning and unit, commented out at its
+/// default, so that a copy of it changes nothing.
+pub fn default_toml() -> String {
+    let default = Config::default();
+    let head = "# Configuration of overfence. Later wins: default, this file, conf.d/*.toml by name, the\n\
+                # environment (lease.ttl is OVERFENCE_LEASE_TTL), flags. A span of time is a number\n\
+                # with its unit: \"500ms\", \"30s\", \"72h\". Every key is shown at its default.\n\n";
+    let body = listed(|text, (key, meaning, example)| {
+        let value = value(&default, key).unwrap_or_else(|| Value::from(*example));
+        for line in wrapped(meaning, 96) {
+            text.push_str(&format!("# {line}\n"));
+        }
+        text.push_str(&format!("#{} = {value}\n", name(key)));
+    });
+    format!("{head}{body}")
+}
+
+/// The effective configuration with who set what.
+pub fn show(loaded: &Loaded) -> String {
+    listed(|text, (key, ..)| {
+        let Some(value) = value(&loaded.config, key) else { return };
+        let origin = loaded.origins.get(*key).map_or("default", String::as_str);
+        text.push_str(&format!("{} = {value}  # {origin}\n", name(key)));
+    })
+}
+
+fn wrapped(text: &str, width: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let full = lines.last().is_some_and(|l| !l.is_empty() && l.len() + 1 + word.len() > width);
+        if full {
+            lines.push(String::new());
+        }
+        if let Some(line) = lines.last_mut() {
+            if !line.is_empty() {
+                line.push(' ');
+            }
+            line.push_str(word);
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_key_is_listed_and_every_listed_key_exists() {
+        let mut config = Config::default();
+        config.api.metrics_listen = "127.0.0.1:1".parse().ok();
+        let table = Table::try_from(&config).unwrap();
+        let mut leaves = std::collections::BTreeSet::new();
+        for (key, value) in &table {
+            match value {
+                Value::Table(section) => {
+                    leaves.extend(section.keys().map(|k| format!("{key}.{k}")))
+                }
+                _ => drop(leaves.insert(key.clone())),
+            }
+        }
+        let listed = KEYS.iter().map(|(key, ..)| (*key).to_owned()).collect();
+        assert_eq!(leaves, listed);
+    }
+
+    #[test]
+    fn the_default_text_is_the_default_both_ways() {
+        let text = default_toml();
+        assert_eq!(toml::from_str::<Config>(&text).unwrap(), Config::default());
+        let open: String = text
+            .lines()
+            .filter(|line| !line.starts_with("# ") && !line.contains("metrics_listen"))
+            .map(|line| format!("{}\n", line.strip_prefix('#').unwrap_or(line)))
+            .collect();
+        assert_eq!(open.matches(" = ").count(), KEYS.len() - 1);
+        assert_eq!(toml::from_str::<Config>(&open).unwrap(), Config::default());
+    }
+}

@@ -1,0 +1,310 @@
+//! Asks the running kernel for each feature by using it: versions lie, backports exist, and
+//! containers refuse what the kernel has.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use caps::{CapSet, Capability};
+use serde::Serialize;
+
+use super::cgroup::{self, Cgroup, Outcome};
+use super::gone::{self, Gone, Probe, UnmountWatch};
+use super::idmap::{self, IdMap};
+use super::overlay::{self, ReadOnly, Spec, Style};
+use super::walk::Dir;
+use super::{At as _, Error, Result, mountinfo, ns};
+use crate::model::ids::SessionId;
+
+/// What the kernel answered for one feature.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Answer {
+    /// Its name; stable.
+    pub feature: &'static str,
+    /// Whether overfence cannot work without it.
+    pub needed: bool,
+    /// Whether it is there.
+    pub ok: bool,
+    /// What was seen, or why not.
+    pub detail: String,
+}
+
+/// What a session's directories are shown as in the probes.
+const MAP: IdMap = IdMap { base: 100_000, count: 65536 };
+
+/// Tries everything. `state` is the directory where sessions will live, `cgroups` one in which a
+/// cgroup can be made. What is made is removed again; mounts are made in a namespace apart.
+pub fn ask(state: &Path, cgroups: &Path) -> Vec<Answer> {
+    let mut report = Report(Vec::new());
+    report.fact("kernel", true, Ok(kernel()));
+    report.fact("root", true, capabilities());
+    report.fact("mount-namespace", false, host_namespace());
+    report.fact("cgroup2", true, told(cgroup2()));
+    report.fact("nsdelegate", false, told(nsdelegate()));
+    report.fact("cgroup-freeze", true, told(freezer(cgroups)));
+    report.fact("openat2", true, told(openat2()));
+    report.fact("user-namespace", true, told(user_namespace()));
+    report.fact("state-directory", true, told(state_directory(state)));
+    // On a thread of its own, whose namespace ends with it: nothing stays mounted.
+    std::thread::scope(|scope| {
+        let _ = scope.spawn(|| report.mounts(state)).join();
+    });
+    report.fact("bpf-lsm", false, bpf_lsm());
+    report.fact("bubblewrap", true, bubblewrap());
+    report.0
+}
+
+/// What was seen, or what was wrong, in words.
+type Seen = std::result::Result<String, String>;
+
+struct Report(Vec<Answer>);
+
+impl Report {
+    fn fact(&mut self, feature: &'static str, needed: bool, seen: Seen) {
+        let ok = seen.is_ok();
+        let detail = seen.unwrap_or_else(|why| why);
+        self.0.push(Answer { feature, needed, ok, detail });
+    }
+
+    fn mounts(&mut self, state: &Path) {
+        let scratch = match ns::unshare_mounts_private().and_then(|()| Scratch::new(state)) {
+            Ok(scratch) => scratch,
+            Err(e) => return self.fact("overlay", true, told(Err(e))),
+        };
+        let mut probe = |feature, needed, map, run: &dyn Fn(Spec) -> Result<String>| {
+            self.fact(feature, needed, told(scratch.session(feature, map).and_then(run)));
+        };
+        probe("overlay", true, None, &read_only);
+        probe("overlay-descriptors", false, None, &|spec| styled(&spec, Style::Descriptors));
+        probe("overlay-lowerdir-append", false, None, &|spec| styled(&spec, Style::Appended));
+        probe("superblock-death", true, None, &death);
+        probe("index-probe", true, None, &index_probe);
+        probe("idmapped-layers", true, Some(MAP), &mapped);
+        if let Err(e) = scratch.remove() {
+            self.fact("clean-up", true, told(Err(e)));
+        }
+    }
+}
+
+/// An error of this room with its cause, on one line.
+fn told(seen: Result<String>) -> Seen {
+    use std::error::Error as _;
+    seen.map_err(|e| match e.source() {
+        Some(source) => format!("{e}: {source}"),
+        None => e.to_string(),
+    })
+}
+
+fn kernel() -> String {
+    let uname = rustix::system::uname();
+    format!("{} {}", uname.release().to_string_lossy(), uname.machine().to_string_lossy())
+}
+
+fn capabilities() -> Seen {
+    const NEEDED: [Capability; 8] = [
+        Capability::CAP_SYS_ADMIN,
+        Capability::CAP_DAC_OVERRIDE,
+        Capability::CAP_DAC_READ_SEARCH,
+        Capability::CAP_CHOWN,
+        Capability::CAP_KILL,
+        Capability::CAP_MKNOD,
+        Capability::CAP_SETUID,
+        Capability::CAP_SYS_PTRACE,
+    ];
+    let have = caps::read(None, CapSet::Effective).map_err(|e| e.to_string())?;
+    let missing: Vec<_> =
+        NEEDED.iter().filter(|c| !have.contains(c)).map(ToString::to_string).collect();
+    if missing.is_empty() {
+        Ok(format!("uid {}, {} capabilities", rustix::process::geteuid().as_raw(), have.len()))
+    } else {
+        Err(format!("missing {}; run as root", missing.join(", ")))
+    }
+}
+
+fn host_namespace() -> Seen {
+    let link = |path: &str| std::fs::read_link(path).map_err(|e| format!("{path}: {e}"));
+    if link("/proc/self/ns/mnt")? == link("/proc/1/ns/mnt")? {
+        Ok("mounts are made where pid 1 sees them".to_owned())
+    } else {
+        Err("not pid 1's mount namespace: sessions opened here are invisible to the host; look \
+             for PrivateTmp=, ProtectSystem= and the like in the unit"
+            .to_owned())
+    }
+}
+
+fn cgroup2() -> Result<String> {
+    cgroup::find_root().map(|root| format!("mounted at {}", root.display()))
+}
+
+fn nsdelegate() -> Result<String> {
+    let root = cgroup::find_root()?;
+    let mount = mountinfo::at(mountinfo::read(None)?, &root);
+    let delegates = mount.is_some_and(|m| m.super_option("nsdelegate").next().is_some());
+    if delegates {
+        return Ok("processes cannot leave a cgroup namespace's root".to_owned());
+    }
+    let reason = "mounted without nsdelegate: workloads must not see a cgroup tree".to_owned();
+    Err(Error::WrongMount { path: root, reason })
+}
+
+fn freezer(parent: &Path) -> Result<String> {
+    let path = parent.join(probe_name());
+    let cgroup = Cgroup::create(&path)?;
+    let frozen = cgroup.freeze(Duration::from_millis(500));
+    let killed = cgroup.kill(Duration::from_millis(500));
+    cgroup.remove(Duration::from_secs(1))?;
+    match (frozen?, killed?) {
+        (Outcome::Proved(proof), Outcome::Proved(_)) => {
+            Ok(format!("{} after {} us; cgroup.kill works", proof.answer, proof.took_us))
+        }
+        _ => Err(Error::Garbled { path, reason: "an empty cgroup does not freeze".to_owned() }),
+    }
+}
+
+fn openat2() -> Result<String> {
+    let root = Dir::open(Path::new("/"))?;
+    // Any answer but ENOSYS comes from openat2 itself; /usr is a directory everywhere we run.
+    match root.child("usr".as_ref()) {
+        Err(e) if e.errno() == Some(rustix::io::Errno::NOSYS) => {
+            Err(Error::TooOld { feature: "openat2 (5.6)" })
+        }
+        answer => answer.map(|_| "RESOLVE_BENEATH, NO_SYMLINKS, NO_XDEV".to_owned()),
+    }
+}
+
+fn user_namespace() -> Result<String> {
+    idmap::user_namespace(&MAP).map(|_| format!("map {:?} taken", MAP.line()))
+}
+
+fn state_directory(state: &Path) -> Result<String> {
+    overlay::preflight(state, &[]).map(|()| format!("{} can hold uppers", state.display()))
+}
+
+fn read_only(spec: Spec) -> Result<String> {
+    let mounted = overlay::mount(&spec)?;
+    match overlay::remount_ro(&mounted.root)? {
+        ReadOnly::Granted(proof) => Ok(format!("mounts; read-only: {}", proof.answer)),
+        ReadOnly::Busy(_) => Err(Error::WrongMount {
+            path: spec.target,
+            reason: "nobody uses it and it cannot become read-only".to_owned(),
+        }),
+    }
+}
+
+fn styled(spec: &Spec, style: Style) -> Result<String> {
+    overlay::mount_styled(spec, style).map(|_| "layers can be given this way".to_owned())
+}
+
+fn death(spec: Spec) -> Result<String> {
+    let (watch, key) = (UnmountWatch::new()?, SessionId::fresh());
+    watch.watch(&overlay::mount(&spec)?.root, key)?;
+    let copy = overlay::clone_tree(&spec.target)?;
+    overlay::unmount(&spec.target)?;
+    let early = watch.wait_gone(key, Duration::from_millis(1))?;
+    drop(copy);
+    match (early, watch.wait_gone(key, Duration::from_secs(2))?) {
+        (Gone::StillAlive, Gone::Gone(_)) => {
+            Ok("IN_UNMOUNT comes when the last copy of a mount ends".to_owned())
+        }
+        (early, late) => Err(Error::WrongMount {
+            path: spec.target,
+            reason: format!("with a copy alive: {early:?}, without: {late:?}"),
+        }),
+    }
+}
+
+fn index_probe(spec: Spec) -> Result<String> {
+    let scratch = spec.upper.parent().unwrap_or(&spec.upper);
+    let mounted = overlay::mount(&spec)?;
+    let alive = gone::index_probe(&spec.upper, scratch)?;
+    drop(mounted);
+    overlay::unmount(&spec.target)?;
+    match (alive, gone::index_probe(&spec.upper, scratch)?) {
+        (Probe::Alive, Probe::Dead(_)) => Ok("index=on tells a claimed upper".to_owned()),
+        (alive, dead) => Err(Error::WrongMount {
+            path: spec.target,
+            reason: format!("while mounted: {alive:?}, after: {dead:?}"),
+        }),
+    }
+}
+
+fn mapped(spec: Spec) -> Result<String> {
+    let _mounted = overlay::mount(&spec)?;
+    use std::os::unix::fs::MetadataExt as _;
+    let shown = std::fs::metadata(&spec.target).at("stat", &spec.target)?.uid();
+    if shown == MAP.base {
+        return Ok(format!("root on disk is shown as {shown}"));
+    }
+    let reason = format!("root on disk is shown as {shown}");
+    Err(Error::WrongMount { path: spec.target, reason })
+}
+
+fn bpf_lsm() -> Seen {
+    let path = "/sys/kernel/security/lsm";
+    let list = std::fs::read_to_string(path).map_err(|e| format!("cannot read {path}: {e}"))?;
+    if list.split(',').any(|lsm| lsm.trim() == "bpf") {
+        Ok(format!("in {list}"))
+    } else {
+        Err(format!("not in {list}: boot with lsm=...,bpf for the lease gate"))
+    }
+}
+
+fn bubblewrap() -> Seen {
+    let run = |argument: &str| {
+        let output = Command::new("bwrap").arg(argument).output();
+        let output = output.map_err(|e| format!("bwrap: {e}; install bubblewrap"))?;
+        Ok::<_, String>(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let version = run("--version")?;
+    if run("--help")?.contains("--bind-fd") {
+        Ok(format!("{version}, with --bind-fd"))
+    } else {
+        Err(format!("{version} has no --bind-fd; Debian 12 and later have it"))
+    }
+}
+
+fn probe_name() -> String {
+    format!(".overfence-probe-{}-{}", std::process::id(), super::clock::now().0)
+}
+
+/// A directory for the mounts that are tried.
+struct Scratch {
+    parent: Dir,
+    name: String,
+    path: PathBuf,
+}
+
+impl Scratch {
+    fn new(state: &Path) -> Result<Self> {
+        // As mountinfo will show it.
+        let state = std::fs::canonicalize(state).at("resolve", state)?;
+        let name = probe_name();
+        let path = state.join(&name);
+        let parent = Dir::open(&state)?;
+        rustix::fs::mkdir(&path, rustix::fs::Mode::RWXU).at("make a probe directory", &path)?;
+        Ok(Self { parent, name, path })
+    }
+
+    fn session(&self, name: &str, mapped: Option<IdMap>) -> Result<Spec> {
+        let make = |part: &str| {
+            let path = self.path.join(name).join(part);
+            std::fs::create_dir_all(&path).at("make a probe directory", &path).map(|()| path)
+        };
+        Ok(Spec {
+            lowers: vec![make("lower")?],
+            upper: make("session/upper")?,
+            work: make("session/work")?,
+            target: make("session/merged")?,
+            mapped,
+        })
+    }
+
+    /// Unmounts what the probes left mounted, then removes the directory.
+    fn remove(self) -> Result<()> {
+        let mounted = mountinfo::below(mountinfo::read(None)?, &self.path);
+        for mount in mounted {
+            overlay::unmount(&mount.point)?;
+        }
+        gone::remove_tree(&self.parent, self.name.as_ref())
+    }
+}

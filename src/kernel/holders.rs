@@ -1,0 +1,318 @@
+//! Names who holds an overlay. It names, it proves nothing: a descriptor in flight in a socket or
+//! in an io_uring has no line in /proc, and "held by the kernel, not nameable" is a valid answer.
+//!
+//! Three marks tell that something belongs to the overlay: the device number of its superblock;
+//! the mount id it was reached through, since a file of a layer on another file system shows another
+//! device; and, for mappings before 6.12, the upper's device with an inode that is in the upper.
+
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags};
+
+use super::walk::Dir;
+use super::{Result, blockers, mountinfo};
+use crate::model::facts::Holder;
+
+/// The overlay in question.
+#[derive(Clone, Debug)]
+pub struct Question<'q> {
+    /// Device of its superblock, [`super::overlay::Mounted::s_dev`].
+    pub s_dev: u64,
+    /// Its upper.
+    pub upper: &'q Path,
+    /// Where the agent mounted it; this one mount is not counted as a holder.
+    pub target: &'q Path,
+    /// The session's cgroup, as /proc/PID/cgroup shows it (a path from the hierarchy's root).
+    pub cgroup: &'q Path,
+}
+
+/// Which holders matter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// Those that keep it from becoming read-only.
+    Writers,
+    /// Those that keep its superblock alive.
+    All,
+}
+
+/// Names the holders that /proc and /sys show, by process. Processes that end meanwhile are left
+/// out.
+pub fn find(question: &Question<'_>, wanted: Wanted) -> Result<Vec<Holder>> {
+    let pids = processes();
+    let mut search = Search {
+        question,
+        wanted,
+        namespaces: HashSet::new(),
+        mounts: HashSet::new(),
+        upper: None,
+        found: Vec::new(),
+    };
+    // Mounts first: their ids are a mark for what comes after.
+    for pid in &pids {
+        search.mounts_seen_by(*pid);
+    }
+    for pid in &pids {
+        search.descriptors_of(*pid);
+        search.mappings_of(*pid)?;
+        if wanted == Wanted::All {
+            search.places_of(*pid);
+        }
+    }
+    search.loop_devices();
+    Ok(search.found)
+}
+
+/// The holder to report when the kernel says EBUSY and nobody could be named.
+pub fn kernel_holder() -> Holder {
+    kernel("a descriptor in flight, an io_uring, or a kernel-side user".to_owned())
+}
+
+fn kernel(what: String) -> Holder {
+    Holder {
+        pid: 0,
+        command: "kernel".to_owned(),
+        how: "kernel".to_owned(),
+        what,
+        cgroup: String::new(),
+        inside: false,
+    }
+}
+
+fn processes() -> Vec<u32> {
+    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let mut pids: Vec<u32> =
+        entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect();
+    pids.sort_unstable();
+    pids
+}
+
+struct Search<'s> {
+    question: &'s Question<'s>,
+    wanted: Wanted,
+    /// Mount namespaces already read, by inode.
+    namespaces: HashSet<u64>,
+    /// Ids of mounts of the overlay in any namespace.
+    mounts: HashSet<u64>,
+    /// Inodes of the upper, read only if a mapping asks for it.
+    upper: Option<(u64, HashSet<u64>)>,
+    found: Vec<Holder>,
+}
+
+impl Search<'_> {
+    fn add(&mut self, pid: u32, how: &str, what: String) {
+        let read = |name: &str| std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        let command = blockers::parse_stat(&read("stat")).map(|(name, _)| name);
+        let cgroup = parse_cgroup(&read("cgroup")).unwrap_or_default();
+        let inside = cgroup.starts_with(self.question.cgroup);
+        self.found.push(Holder {
+            pid,
+            command: command.unwrap_or_default(),
+            how: how.to_owned(),
+            what,
+            cgroup: cgroup.display().to_string(),
+            inside,
+        });
+    }
+
+    fn mounts_seen_by(&mut self, pid: u32) {
+        let Some(namespace) = inode(&format!("/proc/{pid}/ns/mnt")) else { return };
+        if !self.namespaces.insert(namespace) {
+            return;
+        }
+        let ours = inode("/proc/thread-self/ns/mnt") == Some(namespace);
+        for mount in mountinfo::read(Some(pid)).unwrap_or_default() {
+            if mount.dev != self.question.s_dev {
+                continue;
+            }
+            self.mounts.insert(mount.id);
+            let own = ours && mount.point == self.question.target;
+            if self.wanted == Wanted::All && !own {
+                self.add(pid, "mount", mount.point.display().to_string());
+            }
+        }
+    }
+
+    fn descriptors_of(&mut self, pid: u32) {
+        let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return };
+        for entry in entries.flatten() {
+            let number = entry.file_name();
+            let info = Path::new("/proc").join(pid.to_string()).join("fdinfo").join(&number);
+            let Some((flags, mount)) = parse_fdinfo(&std::fs::read(info).unwrap_or_default())
+            else {
+                continue;
+            };
+            let writes = flags & 0o3 != 0 && flags & libc::O_PATH as u64 == 0;
+            if self.wanted == Wanted::Writers && !writes {
+                continue;
+            }
+            if self.mounts.contains(&mount) || device(&entry.path()) == Some(self.question.s_dev) {
+                self.add(pid, "descriptor", shown(&entry.path()));
+            }
+        }
+    }
+
+    fn mappings_of(&mut self, pid: u32) -> Result<()> {
+        let maps = std::fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
+        let mut named = HashSet::new();
+        for mapping in maps.split(|b| *b == b'\n').filter_map(parse_mapping) {
+            // A private or read-only mapping of a file open for write keeps no write access, but
+            // mprotect can turn a shared one of it writable: the descriptor's mode decides, and
+            // the "s" is all that maps show of it.
+            if self.wanted == Wanted::Writers && !mapping.shared {
+                continue;
+            }
+            let ours = mapping.dev == self.question.s_dev || self.is_in_upper(&mapping)?;
+            if ours && named.insert(mapping.inode) {
+                self.add(pid, "mapping", mapping.path.display().to_string());
+            }
+        }
+        Ok(())
+    }
+
+    fn is_in_upper(&mut self, mapping: &Mapping) -> Result<bool> {
+        let upper = match &mut self.upper {
+            Some(upper) => upper,
+            none => {
+                let dir = Dir::open(self.question.upper)?;
+                none.insert((dir.own_stat()?.dev, HashSet::new()))
+            }
+        };
+        if mapping.inode == 0 || mapping.dev != upper.0 || !mapping.shared {
+            return Ok(false);
+        }
+        if upper.1.is_empty() {
+            collect_inodes(&Dir::open(self.question.upper)?, &mut upper.1)?;
+        }
+        Ok(upper.1.contains(&mapping.inode))
+    }
+
+    fn places_of(&mut self, pid: u32) {
+        for how in ["cwd", "root"] {
+            let path = PathBuf::from(format!("/proc/{pid}/{how}"));
+            if device(&path) == Some(self.question.s_dev) {
+                self.add(pid, how, shown(&path));
+            }
+        }
+    }
+
+    fn loop_devices(&mut self) {
+        let Ok(entries) = std::fs::read_dir("/sys/block") else { return };
+        for entry in entries.flatten() {
+            let Ok(file) = std::fs::read(entry.path().join("loop/backing_file")) else { continue };
+            let file = Path::new(OsStr::from_bytes(file.trim_ascii_end()));
+            if file.starts_with(self.question.target) {
+                let name = entry.file_name();
+                let what = format!("{} backed by {}", name.display(), file.display());
+                self.found.push(kernel(what));
+            }
+        }
+    }
+}
+
+/// Inode numbers of the regular files below a directory; only these can be mapped.
+fn collect_inodes(dir: &Dir, inodes: &mut HashSet<u64>) -> Result<()> {
+    for entry in dir.entries()? {
+        let entry = entry?;
+        match entry.kind {
+            FileType::RegularFile => {
+                inodes.insert(entry.ino);
+            }
+            FileType::Directory => match dir.child(&entry.name) {
+                Err(e) if e.errno() == Some(rustix::io::Errno::NOENT) => {}
+                child => collect_inodes(&child?, inodes)?,
+            },
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn inode(path: &str) -> Option<u64> {
+    use std::os::unix::fs::MetadataExt as _;
+    std::fs::metadata(path).ok().map(|m| m.ino())
+}
+
+/// The device of what a /proc link leads to, without asking a server that may hang.
+fn device(link: &Path) -> Option<u64> {
+    let flags = AtFlags::STATX_DONT_SYNC | AtFlags::NO_AUTOMOUNT;
+    let x = rustix::fs::statx(CWD, link, flags, StatxFlags::INO).ok()?;
+    Some(rustix::fs::makedev(x.stx_dev_major, x.stx_dev_minor))
+}
+
+fn shown(link: &Path) -> String {
+    std::fs::read_link(link).map(|p| p.display().to_string()).unwrap_or_default()
+}
+
+/// The path on the v2 hierarchy in /proc/PID/cgroup.
+fn parse_cgroup(text: &[u8]) -> Option<PathBuf> {
+    text.split(|b| *b == b'\n')
+        .find_map(|line| line.strip_prefix(b"0::"))
+        .map(|path| OsStr::from_bytes(path).into())
+}
+
+/// Open flags and mount id of /proc/PID/fdinfo/N.
+fn parse_fdinfo(text: &[u8]) -> Option<(u64, u64)> {
+    let text = std::str::from_utf8(text).ok()?;
+    let value = |key| text.lines().find_map(|line| line.strip_prefix(key)).map(str::trim);
+    let flags = u64::from_str_radix(value("flags:")?, 8).ok()?;
+    Some((flags, value("mnt_id:")?.parse().ok()?))
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Mapping {
+    shared: bool,
+    dev: u64,
+    inode: u64,
+    path: PathBuf,
+}
+
+/// One line of /proc/PID/maps.
+fn parse_mapping(line: &[u8]) -> Option<Mapping> {
+    let mut fields = line.splitn(6, |b| *b == b' ');
+    let _range = fields.next()?;
+    let shared = fields.next()?.get(3) == Some(&b's');
+    let _offset = fields.next()?;
+    let (major, minor) = std::str::from_utf8(fields.next()?).ok()?.split_once(':')?;
+    let number = |hex| u32::from_str_radix(hex, 16).ok();
+    let dev = rustix::fs::makedev(number(major)?, number(minor)?);
+    let inode = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+    let path = OsStr::from_bytes(fields.next().unwrap_or_default().trim_ascii_start()).into();
+    Some(Mapping { shared, dev, inode, path })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mapping_is_read_with_any_path() {
+        let line = b"7f00-7f01 rw-s 00000000 fe:10 42                  /a b\xff (deleted)";
+        let want = Mapping {
+            shared: true,
+            dev: rustix::fs::makedev(0xfe, 0x10),
+            inode: 42,
+            path: OsStr::from_bytes(b"/a b\xff (deleted)").into(),
+        };
+        assert_eq!(parse_mapping(line), Some(want));
+        let anonymous = parse_mapping(b"7f00-7f01 rw-p 00000000 00:00 0 ").unwrap();
+        assert_eq!((anonymous.shared, anonymous.inode), (false, 0));
+        assert_eq!(parse_mapping(b""), None);
+    }
+
+    #[test]
+    fn flags_are_octal_and_the_mount_id_is_not() {
+        let text = b"pos:\t0\nflags:\t0100002\nmnt_id:\t31\nino:\t5\n";
+        assert_eq!(parse_fdinfo(text), Some((0o100_002, 31)));
+        assert_eq!(parse_fdinfo(b"pos:\t0\n"), None);
+    }
+
+    #[test]
+    fn only_the_v2_line_names_the_cgroup() {
+        let text = b"3:cpu:/x\n1:name=systemd:/y\n0::/a/b\n";
+        assert_eq!(parse_cgroup(text), Some("/a/b".into()));
+        assert_eq!(parse_cgroup(b"3:cpu:/x\n"), None);
+    }
+}

@@ -21,6 +21,7 @@ use crate::failpoint;
 use crate::model::facts::{Blocker, Proof};
 use crate::model::head::Digest;
 use crate::model::ids::Generation;
+pub use crate::model::step::Purpose;
 use crate::model::time::BootNs;
 
 const STAMP: &str = "trusted.overfence.stamp";
@@ -29,21 +30,13 @@ const TICKET: &str = "trusted.overfence.ticket";
 /// How long an answer is awaited by reading again before waiting for the kernel's notification,
 /// which is held back to one per 10 ms and file.
 const SPIN: Duration = Duration::from_millis(2);
-/// Of that, how long without giving the CPU away.
+/// Of that, how long without giving the CPU away: a real-time thread would keep the very tasks from
+/// running that have to reach the freezer.
 const TIGHT: Duration = Duration::from_micros(200);
+/// And how long it is given away between two reads after that.
+const NAP: Duration = Duration::from_micros(50);
 /// A notification can fall between two reads; never wait longer than this for one.
 const WAIT: Duration = Duration::from_millis(10);
-
-/// Why we froze a cgroup.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Purpose {
-    /// To capture its upper; thawed by the same generation.
-    Checkpoint,
-    /// To stop a stale writer; thawed only by a readmit.
-    Fence,
-    /// By the keeper, at a deadline that nobody renewed.
-    Deadline,
-}
 
 /// What we write on a cgroup before we freeze it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -332,7 +325,7 @@ impl Cgroup {
             }
             match now.since(begun) {
                 spent if spent < TIGHT => std::hint::spin_loop(),
-                spent if spent < SPIN => std::thread::yield_now(),
+                spent if spent < SPIN => clock::sleep_until(now.plus(NAP)),
                 _ => {
                     let step = until.min(now.plus(WAIT));
                     clock::poll_until(self.events.as_fd(), PollFlags::PRI, Some(step))

@@ -23,16 +23,9 @@ fn child_elsewhere(cgroup: Option<&Cgroup>) -> Child {
     Child::start(cgroup, || ns::unshare_mounts_private().unwrap())
 }
 
-fn holders_of(session: &Session, mounted: &Mounted, place: &Place, wanted: Wanted) -> Vec<Holder> {
-    let root = cgroup::find_root().unwrap();
-    let inside = Path::new("/").join(place.cgroup.strip_prefix(root).unwrap());
-    let question = Question {
-        s_dev: mounted.s_dev,
-        upper: &session.spec.upper,
-        target: &session.spec.target,
-        cgroup: &inside,
-    };
-    holders::find(&question, wanted).unwrap()
+fn assert_nobody(session: &Session, mounted: &Mounted, place: &Place) {
+    let found = holders::of(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
+    assert!(matches!(&*found, [kernel] if kernel.pid == 0), "{found:?}");
 }
 
 fn a_detached_copy_is_in_no_mountinfo_and_still_writes(place: &Place) {
@@ -108,18 +101,18 @@ fn writers_are_named_by_descriptor_and_mapping(place: &Place) {
     let mounted = session.mount();
     std::fs::write(session.merged("m"), [0; 4096]).unwrap();
     let _reader = std::fs::File::open(session.merged("from-0")).unwrap();
-    assert_eq!(holders_of(&session, &mounted, place, Wanted::Writers), []);
+    assert_nobody(&session, &mounted, place);
     let inside = Child::start(Some(&cgroup), || {
         std::mem::forget(std::fs::File::create(session.merged("f")).unwrap());
     });
     let outside = Child::start(None, || map_shared(&session.merged("m")));
-    let mut found = holders_of(&session, &mounted, place, Wanted::Writers);
+    let mut found = holders::of(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
     found.sort_by_key(|h| h.how.clone());
     assert_eq!(found.len(), 2, "{found:?}");
     assert_eq!((&*found[0].how, found[0].pid, found[0].inside), ("descriptor", inside.pid(), true));
     assert_eq!(found[0].what, session.merged("f").display().to_string());
     assert_eq!((&*found[1].how, found[1].pid, found[1].inside), ("mapping", outside.pid(), false));
-    let all = holders_of(&session, &mounted, place, Wanted::All);
+    let all = holders::all(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
     assert!(all.len() > found.len(), "readers and our own root: {all:?}");
 }
 
@@ -131,10 +124,10 @@ fn holders_in_other_namespaces_are_named(place: &Place) {
     };
     let elsewhere = child_elsewhere(None);
     let within = Child::start(None, || std::env::set_current_dir(&session.spec.target).unwrap());
-    let found = holders_of(&session, &mounted, place, Wanted::All);
+    let found = holders::all(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
     assert_eq!(cwd(&elsewhere, &found, "mount"), 1, "{found:?}");
     assert_eq!(cwd(&within, &found, "cwd"), 1, "{found:?}");
-    assert_eq!(holders_of(&session, &mounted, place, Wanted::Writers), []);
+    assert_nobody(&session, &mounted, place);
 }
 
 fn a_cell_has_no_session_in_it(place: &Place) {
@@ -235,10 +228,10 @@ fn files_of_a_layer_on_another_file_system_are_told_by_mount(place: &Place) {
     let device = file.metadata().unwrap().dev();
     println!("overlay {:x}, file of a foreign lower {device:x}", mounted.s_dev);
     let name = session.merged("from-0").display().to_string();
-    let found = holders_of(&session, &mounted, place, Wanted::All);
+    let found = holders::all(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
     assert!(found.iter().any(|h| h.how == "descriptor" && h.what == name), "{found:?}");
     std::mem::forget(std::fs::File::create(session.merged("new")).unwrap());
-    let found = holders_of(&session, &mounted, place, Wanted::Writers);
+    let found = holders::of(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
     assert_eq!(found.len(), 1, "{found:?}");
     assert!(is_busy(&overlay::remount_ro(&mounted.root).unwrap()));
 }

@@ -7,6 +7,7 @@
 
 mod confinement;
 mod host;
+mod keeper;
 mod kernel_facts;
 mod room;
 mod workload;
@@ -17,6 +18,7 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("confinement", confinement::tests()),
+        ("keeper", keeper::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("workload", workload::tests()),
     ]

@@ -52,10 +52,10 @@ pub fn scan(
                         scan.next = Some(scan.next.map_or(deadline, |next| next.min(deadline)));
                         continue;
                     }
-                    Some(instant) if instant.boot == now.boot => format!(
-                        "{session} generation {generation}, deadline passed {:?} ago",
-                        now.ns.since(deadline)
-                    ),
+                    // The same words at every pass: they are said once.
+                    Some(instant) if instant.boot == now.boot => {
+                        format!("{session} generation {generation}, deadline {instant} passed")
+                    }
                     _ => format!("{session} generation {generation}, deadline of another boot"),
                 };
                 scan.passed.push(Passed { cgroup: Some(cgroup), generation, why });

@@ -5,11 +5,16 @@
 //! processes are killed through the cgroup, its mounts die with the namespace, and its directory
 //! is removed. Without root nothing runs and the suite says so loudly.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
+
 mod confinement;
 mod host;
 mod keeper;
+mod main_job;
+mod rig;
 mod kernel_facts;
 mod room;
+mod upper;
 mod workload;
 
 use host::Test;
@@ -17,6 +22,8 @@ use libtest_mimic::{Arguments, Trial};
 
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
+        ("main_job", main_job::tests()),
+        ("upper", upper::tests()),
         ("confinement", confinement::tests()),
         ("keeper", keeper::tests()),
         ("kernel_facts", kernel_facts::tests()),

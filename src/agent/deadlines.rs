@@ -95,7 +95,8 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
         timer.wait_or(&host.deadlines.waker)?;
         host.deadlines.waker.drain();
         let now = clock::now();
-        let due: Vec<_> = host.deadlines.passed(now).into_iter().filter_map(|id| host.slot(id)).collect();
+        let due: Vec<_> =
+            host.deadlines.passed(now).into_iter().filter_map(|id| host.slot(id)).collect();
         // The wish is written for all of them first, then each is asked for its proof.
         let due: Vec<_> = due.into_iter().filter_map(|slot| stop(host, &slot, now)).collect();
         for (slot, deadline, loss) in due {
@@ -152,12 +153,24 @@ mod tests {
     #[test]
     fn silence_is_the_holders_and_lateness_is_ours() {
         let late = |ms| Duration::from_millis(ms);
-        assert_eq!(why(&None, Bound::Holder, false, late(1)), Loss::Expired { bound: Bound::Holder });
-        assert_eq!(why(&None, Bound::Grant, false, late(1)), Loss::Expired { bound: Bound::Holder });
+        assert_eq!(
+            why(&None, Bound::Holder, false, late(1)),
+            Loss::Expired { bound: Bound::Holder }
+        );
+        assert_eq!(
+            why(&None, Bound::Grant, false, late(1)),
+            Loss::Expired { bound: Bound::Holder }
+        );
         assert!(matches!(why(&None, Bound::Grant, true, late(1)), Loss::Doubt { .. }));
         assert!(matches!(why(&None, Bound::Holder, false, late(800)), Loss::Doubt { .. }));
-        assert!(matches!(why(&Some("no answer".into()), Bound::Holder, false, late(1)), Loss::Doubt { .. }));
-        assert_eq!(why(&Some("x".into()), Bound::Lifetime, true, late(1)), Loss::Expired { bound: Bound::Lifetime });
+        assert!(matches!(
+            why(&Some("no answer".into()), Bound::Holder, false, late(1)),
+            Loss::Doubt { .. }
+        ));
+        assert_eq!(
+            why(&Some("x".into()), Bound::Lifetime, true, late(1)),
+            Loss::Expired { bound: Bound::Lifetime }
+        );
     }
 
     #[test]

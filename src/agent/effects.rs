@@ -2,6 +2,7 @@
 //! gives back what was answered as events; none decides anything.
 
 use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use super::slot::{Slot, draft};
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome};
 use crate::kernel::overlay::{self, ReadOnly, Unmount};
+use crate::kernel::walk::Dir;
 use crate::kernel::{clock, holders};
 use crate::model::code::Code;
 use crate::model::facts::{Fact, Proof};
@@ -18,9 +20,10 @@ use crate::model::ids::PublicationKey;
 use crate::model::journal::Journal;
 use crate::model::lease::LeaseState;
 use crate::model::session::{Loss, Session, State};
-use crate::model::step::{Effect, Event, Published};
+use crate::model::step::{Effect, Event, Published, Purpose};
 use crate::model::workspace::{KeyState, Publish, Refusal};
-use crate::upper::layer::{self, Source, Writers};
+use crate::upper::changes::{self, Format};
+use crate::upper::layer::{self, Captured, Source, Writers};
 use crate::upper::remove::{self, ProvedGone};
 
 /// io_uring and unix-socket teardown lag behind `populated 0`; read-only and umount are retried
@@ -28,6 +31,7 @@ use crate::upper::remove::{self, ProvedGone};
 const TEARDOWN: Duration = Duration::from_secs(5);
 /// How long a closing session's processes have between TERM and KILL.
 const STOP: Duration = Duration::from_secs(2);
+const THAW: Duration = Duration::from_millis(500);
 const KILL: Duration = Duration::from_secs(5);
 const AGAIN: Duration = Duration::from_millis(10);
 
@@ -97,33 +101,37 @@ impl Host {
     fn thaw(&self, slot: &Arc<Slot>) -> Answered {
         let cgroup = self.cgroup(slot)?;
         let inner = slot.lock();
-        let generation = inner.session.generation;
         if !inner.session.holds_lease() {
             return Ok(vec![]);
         }
-        let stamp = cgroup.read_stamp().map_err(text)?;
-        // A freeze without our stamp is somebody else's: shown and left.
-        let Some(stamp) = stamp else { return Ok(vec![]) };
+        let state = cgroup.state().map_err(text)?;
+        if !state.freeze {
+            let (asked, answer) = ("cgroup.freeze".to_owned(), state.to_string());
+            let proof = Proof { asked, answer, at: clock::now(), took_us: 0 };
+            return Ok(vec![Event::Thawed { proof }]);
+        }
+        let Some(stamp) = cgroup.read_stamp().map_err(text)? else {
+            return Err("it is frozen by somebody else, who has to thaw it".to_owned());
+        };
         let (deadline, _) = inner.deadline();
         self.enter_deadline(&inner.session, deadline)?;
-        let lawful = |stamp: crate::kernel::cgroup::Stamp| {
-            use crate::model::step::Purpose;
-            let own = stamp.generation == generation;
-            stamp.generation < generation || (own && stamp.purpose == Purpose::Checkpoint)
-        };
-        if clock::now() >= deadline || !lawful(stamp) {
-            return Ok(vec![]);
+        let generation = inner.session.generation;
+        let own_checkpoint = stamp.generation == generation && stamp.purpose == Purpose::Checkpoint;
+        if clock::now() >= deadline || !(own_checkpoint || stamp.generation < generation) {
+            return Err(format!("the freeze is stamped `{stamp}`, which this lease does not lift"));
         }
-        let answer = cgroup.thaw(Duration::from_millis(500)).map_err(text)?;
+        let answer = cgroup.thaw(THAW).map_err(text)?;
         let again = cgroup.read_stamp().map_err(text)?;
         if clock::now() >= deadline || again != Some(stamp) {
             cgroup.write_freeze(true).map_err(text)?;
-            return Ok(vec![]);
+            return Err("stamp or deadline spoke against it; frozen again".to_owned());
         }
         cgroup.clear_stamp().map_err(text)?;
         match answer {
             Outcome::Proved(proof) => Ok(vec![Event::Thawed { proof }]),
-            Outcome::Late(_) => Err("the kernel did not confirm the thaw: is an ancestor frozen?".to_owned()),
+            Outcome::Late(_) => {
+                Err("the kernel did not confirm it: is an ancestor frozen?".to_owned())
+            }
         }
     }
 
@@ -133,15 +141,25 @@ impl Host {
         };
         // Syncs the whole file system of the upper: one at a time, never on a path that freezes.
         let turn = self.sync_turn();
-        let until = clock::now().plus(if s.facts.has(Fact::Killed) { TEARDOWN } else { Duration::ZERO });
+        let until =
+            clock::now().plus(if s.facts.has(Fact::Killed) { TEARDOWN } else { Duration::ZERO });
         loop {
             match overlay::remount_ro(&mounted.root).map_err(text)? {
                 ReadOnly::Granted(proof) => return Ok(vec![Event::ReadOnly { proof }]),
                 ReadOnly::Busy(_) if clock::now() < until => std::thread::sleep(AGAIN),
                 ReadOnly::Busy(proof) => {
                     drop(turn);
-                    let place = self.paths.cgroup(slot.id);
-                    let holders = holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
+                    let question = holders::Question {
+                        s_dev: mounted.s_dev,
+                        upper: &slot.dirs.upper,
+                        target: &slot.dirs.merged,
+                        cgroup: &PathBuf::from(self.cgroup_in_hierarchy(slot.id)),
+                    };
+                    let mut holders =
+                        holders::find(&question, holders::Wanted::Writers).map_err(text)?;
+                    if holders.is_empty() {
+                        holders.push(holders::kernel_holder());
+                    }
                     return Ok(vec![Event::Busy { proof, holders }]);
                 }
             }
@@ -166,7 +184,11 @@ impl Host {
             Outcome::Proved(proof) => Ok(vec![Event::Killed { proof }]),
             Outcome::Late(blockers) => Err(format!(
                 "killed but not gone: {}",
-                blockers.iter().map(|b| format!("pid {} ({}) {}", b.pid, b.command, b.state)).collect::<Vec<_>>().join(", ")
+                blockers
+                    .iter()
+                    .map(|b| format!("pid {} ({}) {}", b.pid, b.command, b.state))
+                    .collect::<Vec<_>>()
+                    .join(", ")
             )),
         }
     }
@@ -177,7 +199,10 @@ impl Host {
             return;
         }
         let Ok(pid) = i32::try_from(init.pid) else { return };
-        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGTERM);
+        let _ = nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(pid),
+            nix::sys::signal::Signal::SIGTERM,
+        );
         let until = clock::now().plus(STOP);
         while clock::now() < until && cgroup.state().is_ok_and(|state| state.populated) {
             std::thread::sleep(AGAIN);
@@ -196,11 +221,17 @@ impl Host {
             )
             | None => LeaseState::Revoked,
         };
-        self.end_lease(s, state, reason)?;
+        // A refusal says that it is over already.
+        let _ = self.end_lease(s, state, reason)?;
         Ok(vec![])
     }
 
-    fn end_lease(&self, s: &Session, state: LeaseState, why: &str) -> Result<Result<(), Refusal>, String> {
+    fn end_lease(
+        &self,
+        s: &Session,
+        state: LeaseState,
+        why: &str,
+    ) -> Result<Result<(), Refusal>, String> {
         let rider = |outcome: &Result<(), Refusal>| {
             let detail = serde_json::json!({ "lease": s.lease, "state": state, "why": why, "answer": outcome.as_ref().err().map(|r| r.code) });
             Journal { sessions: vec![], entries: vec![draft("lease_ended", s, "agent", detail)] }
@@ -223,9 +254,8 @@ impl Host {
     }
 
     fn capture(&self, slot: &Slot) -> Answered {
-        let upper = crate::kernel::walk::Dir::open(&slot.dirs.upper).map_err(text)?;
-        let captured = layer::capture(Source::Upper(upper.as_fd()), Writers::Stopped, &self.layers).map_err(text)?;
-        Ok(vec![Event::Captured { layer: captured.map(|c| c.diff_id) }])
+        let layer = capture_upper(self, &slot.dirs.upper).map_err(text)?.map(|c| c.diff_id);
+        Ok(vec![Event::Captured { layer }])
     }
 
     fn publish(&self, s: &Session, key: PublicationKey, layer: Digest) -> Answered {
@@ -285,17 +315,23 @@ impl Host {
             match overlay::unmount(&slot.dirs.merged).map_err(text)? {
                 Unmount::Done | Unmount::NotMounted => break,
                 Unmount::Busy if clock::now() < until => std::thread::sleep(AGAIN),
-                Unmount::Busy => return Err("umount: EBUSY, somebody in this namespace uses it".to_owned()),
+                Unmount::Busy => {
+                    return Err("umount: EBUSY, somebody in this namespace uses it".to_owned());
+                }
             }
         }
         drop(turn);
         if !slot.dirs.upper.exists() {
-            let (asked, answer) = ("stat of the upper".to_owned(), "ENOENT, it was never made".to_owned());
-            return Ok(vec![Event::Gone { proof: Proof { asked, answer, at: clock::now(), took_us: 0 } }]);
+            let (asked, answer) =
+                ("stat of the upper".to_owned(), "ENOENT, it was never made".to_owned());
+            return Ok(vec![Event::Gone {
+                proof: Proof { asked, answer, at: clock::now(), took_us: 0 },
+            }]);
         }
         match self.gone.prove(slot.id, &slot.dirs, TEARDOWN).map_err(text)? {
             Some(proof) => Ok(vec![Event::Gone { proof }]),
-            None => Err("the superblock lives: another mount namespace holds a copy of the mount".to_owned()),
+            None => Err("the superblock lives: another mount namespace holds a copy of the mount"
+                .to_owned()),
         }
     }
 
@@ -303,7 +339,8 @@ impl Host {
         let Some(gone) = ProvedGone::from_facts(s.id, &s.facts) else {
             return Err("the superblock is not proved gone".to_owned());
         };
-        let removed = remove::remove(&self.paths.sessions, &gone, &self.paths.trash).map_err(text)?;
+        let removed =
+            remove::remove(&self.paths.sessions, &gone, &self.paths.trash).map_err(text)?;
         self.deadlines.remove(s.id);
         self.table().remove(s.id).map_err(text)?;
         self.events.remove(s.id);
@@ -320,6 +357,16 @@ impl Host {
         super::show::remove(&self.paths, s.id).map_err(text)?;
         Ok(vec![Event::Removed { bytes: removed.bytes, entries: removed.entries }])
     }
+}
+
+/// Captures a stopped upper; an empty one gives no layer.
+pub fn capture_upper(host: &Host, upper: &Path) -> crate::upper::Result<Option<Captured>> {
+    let dir = Dir::open(upper)?;
+    if changes::is_empty(dir.as_fd())? {
+        return Ok(None);
+    }
+    let source = Source::Upper(dir.as_fd(), Format::Trusted);
+    layer::capture(source, Writers::Frozen, &host.layers).map(Some)
 }
 
 /// An error with all its causes, in one line.

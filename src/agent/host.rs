@@ -100,7 +100,8 @@ pub struct Parts {
 impl Host {
     /// Puts the parts together; starts nothing.
     pub fn new(parts: Parts) -> crate::kernel::Result<Arc<Self>> {
-        let Parts { config, paths, boot, store, authority, layers, table, runtime, sockets } = parts;
+        let Parts { config, paths, boot, store, authority, layers, table, runtime, sockets } =
+            parts;
         Ok(Arc::new(Self {
             id: store.host(),
             gone: GoneProver { watch: UnmountWatch::new()?, scratch: paths.state.clone() },
@@ -146,7 +147,10 @@ impl Host {
 
     /// Adds a session.
     pub fn adopt(&self, slot: &Arc<Slot>) {
-        self.sessions.write().unwrap_or_else(PoisonError::into_inner).insert(slot.id, Arc::clone(slot));
+        self.sessions
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(slot.id, Arc::clone(slot));
     }
 
     /// Drops a closed session.

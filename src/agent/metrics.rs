@@ -60,17 +60,33 @@ impl Metrics {
     pub fn new() -> Self {
         let mut registry = Registry::with_prefix("overfence");
         let renewal_failures = Counter::default();
-        registry.register("lease_renewal_failures", "Renewals without a good answer", renewal_failures.clone());
+        registry.register(
+            "lease_renewal_failures",
+            "Renewals without a good answer",
+            renewal_failures.clone(),
+        );
         let refused = Family::default();
-        registry.register("publications_refused", "Publications the authority refused", Family::clone(&refused));
+        registry.register(
+            "publications_refused",
+            "Publications the authority refused",
+            Family::clone(&refused),
+        );
         let fences = Family::default();
         registry.register("fences", "Facts of fences by result", Family::clone(&fences));
         let effects = Family::default();
         registry.register("effects", "Effects performed by result", Family::clone(&effects));
         let fence_seconds = Histogram::new(exponential_buckets(0.000_05, 2.0, 18));
-        registry.register("fence_seconds", "From the passed deadline to the proof of frozen", fence_seconds.clone());
+        registry.register(
+            "fence_seconds",
+            "From the passed deadline to the proof of frozen",
+            fence_seconds.clone(),
+        );
         let foreign_thaws = Counter::default();
-        registry.register("foreign_thaws", "Fenced sessions thawed by somebody else", foreign_thaws.clone());
+        registry.register(
+            "foreign_thaws",
+            "Fenced sessions thawed by somebody else",
+            foreign_thaws.clone(),
+        );
         let sessions = Family::default();
         registry.register("sessions", "Sessions by state", Family::clone(&sessions));
         let active = Gauge::default();
@@ -148,7 +164,11 @@ impl Metrics {
     }
 
     /// After a complete reconcile.
-    pub fn reconciled(&self, states: &std::collections::BTreeMap<State, u64>, preserved_bytes: u64) {
+    pub fn reconciled(
+        &self,
+        states: &std::collections::BTreeMap<State, u64>,
+        preserved_bytes: u64,
+    ) {
         self.sessions.clear();
         for (state, n) in states {
             self.sessions

@@ -3,7 +3,9 @@
 //! rolled back to nothing through the same removal as everything else.
 
 use std::collections::BTreeMap;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,6 +19,7 @@ use crate::kernel::cgroup::Cgroup;
 use crate::kernel::clock;
 use crate::kernel::idmap::IdMap;
 use crate::kernel::overlay::{self, Spec};
+use crate::kernel::walk::Dir;
 use crate::model::code::Code;
 use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
@@ -61,7 +64,8 @@ impl Wish {
         let ttl = wish.ttl_ms.map_or(host.config.lease.ttl, Duration::from_millis);
         let ttl = lease::checked_ttl(ttl).map_err(|e| bad(&e))?;
         let uid = wish.uid.unwrap_or(host.config.workload.uid);
-        let gid = wish.gid.unwrap_or(if wish.uid.is_some() { uid } else { host.config.workload.gid });
+        let gid =
+            wish.gid.unwrap_or(if wish.uid.is_some() { uid } else { host.config.workload.gid });
         let mut policy = host.config.policy();
         if let Some(on_busy) = wish.on_busy {
             policy.on_busy = on_busy;
@@ -77,12 +81,15 @@ impl Wish {
             owner: wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?,
             holder: wish.holder.unwrap_or(HolderKind::Beat),
             ttl,
-            max_lifetime: wish.max_lifetime_ms.map_or(host.config.lease.max_lifetime, Duration::from_millis),
+            max_lifetime: wish
+                .max_lifetime_ms
+                .map_or(host.config.lease.max_lifetime, Duration::from_millis),
             run_as: RunAs {
                 uid,
                 gid,
                 mapped: uid == 0 || gid == 0,
-                host_network: wish.host_network || host.config.workload.network == crate::config::Network::Host,
+                host_network: wish.host_network
+                    || host.config.workload.network == crate::config::Network::Host,
             },
             policy,
             force: wish.force,
@@ -105,14 +112,16 @@ impl Host {
         self.adopt(&slot);
         let built = self
             .store
-            .raise_mark(&wish.workspace, acquired.lease.generation)
+            .marks()
+            .raise(&wish.workspace, acquired.lease.generation)
             .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))
             .and_then(|()| self.fence_predecessors(&slot, &wish))
             .and_then(|()| self.build(&slot, &acquired.at));
         match built {
             Ok(ticket) => {
                 self.apply(&slot, Event::Opened, &by.to_string());
-                self.persist(&slot).map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))?;
+                self.persist(&slot)
+                    .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))?;
                 Ok(Made { slot, token, ticket, predecessor: acquired.predecessor })
             }
             Err(failure) => {
@@ -122,7 +131,13 @@ impl Host {
         }
     }
 
-    fn acquire(&self, by: &Caller, wish: &Wish, id: SessionId, token: &str) -> Result<(Session, Acquired), Failure> {
+    fn acquire(
+        &self,
+        by: &Caller,
+        wish: &Wish,
+        id: SessionId,
+        token: &str,
+    ) -> Result<(Session, Acquired), Failure> {
         let ask = Acquire {
             workspace: wish.workspace.clone(),
             lease: LeaseId::fresh(),
@@ -150,7 +165,8 @@ impl Host {
             .authority
             .acquire(&ask, Box::new(rider))
             .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))??;
-        let session = made.ok_or_else(|| Failure::new(Code::Internal, "the acquisition wrote no record"))?;
+        let session =
+            made.ok_or_else(|| Failure::new(Code::Internal, "the acquisition wrote no record"))?;
         Ok((session, acquired))
     }
 
@@ -216,11 +232,16 @@ impl Host {
                 let stopped = |inner: &super::slot::Inner| {
                     let s = &inner.session;
                     let over = matches!(s.state, State::Closed | State::Quarantined);
-                    over || s.facts.has(crate::model::facts::Fact::Frozen) || s.facts.has(crate::model::facts::Fact::Killed)
+                    over || s.facts.has(crate::model::facts::Fact::Frozen)
+                        || s.facts.has(crate::model::facts::Fact::Killed)
                 };
                 let (session, ok) = other.wait_for(left, stopped).await;
                 if !ok {
-                    let names: Vec<_> = session.blockers.iter().map(|b| format!("pid {} ({})", b.pid, b.command)).collect();
+                    let names: Vec<_> = session
+                        .blockers
+                        .iter()
+                        .map(|b| format!("pid {} ({})", b.pid, b.command))
+                        .collect();
                     return Err(Failure::new(
                         Code::PredecessorUnfenced,
                         format!(
@@ -228,7 +249,11 @@ impl Host {
                             session.id,
                             session.generation,
                             wish.wait,
-                            if names.is_empty() { "nobody that can be named".to_owned() } else { names.join(", ") }
+                            if names.is_empty() {
+                                "nobody that can be named".to_owned()
+                            } else {
+                                names.join(", ")
+                            }
                         ),
                     ));
                 }
@@ -246,27 +271,29 @@ impl Host {
         };
         let lowers = self.lowers(at)?;
         let s = slot.session();
-        let dirs = remove::create(&self.paths.sessions, s.id).map_err(|e| Failure::new(Code::Internal, text(e)))?;
+        let dirs = remove::create(&self.paths.sessions, s.id)
+            .map_err(|e| Failure::new(Code::Internal, text(e)))?;
         super::show::prepare(&self.paths, s.id).map_err(io("make the run-time directory"))?;
         {
             let mut inner = slot.lock();
             self.refresh_deadline(&inner);
-            let cgroup = Cgroup::create(&self.paths.cgroup(s.id)).map_err(|e| Failure::new(Code::Internal, text(e)))?;
+            let cgroup = Cgroup::create(&self.paths.cgroup(s.id))
+                .map_err(|e| Failure::new(Code::Internal, text(e)))?;
             inner.cgroup = Some(Arc::new(cgroup));
         }
-        self.give_root(&dirs.upper, &lowers, s.run_as).map_err(io("set the owner of the upper"))?;
+        self.give_root(&dirs.upper, &lowers, s.run_as)?;
         let spec = Spec {
             lowers,
             upper: dirs.upper.clone(),
             work: dirs.work.clone(),
             target: dirs.merged.clone(),
             mapped: s.run_as.mapped.then_some(IdMap {
-                inside: 0,
-                outside: crate::workload::MAPPED_FIRST,
+                base: crate::workload::MAPPED_FIRST,
                 count: crate::workload::MAPPED_COUNT,
             }),
         };
-        let mounted = overlay::mount(&spec).map_err(|e| Failure::new(Code::MountFailed, text(e)))?;
+        let mounted =
+            overlay::mount(&spec).map_err(|e| Failure::new(Code::MountFailed, text(e)))?;
         self.hold_descriptors(slot, mounted).map_err(|e| Failure::new(Code::Internal, e))?;
         self.listen(s.id).map_err(io("listen on the session socket"))?;
         let inner = slot.lock();
@@ -302,7 +329,7 @@ impl Host {
     }
 
     /// The read-only layers of a head, unpacked.
-    fn lowers(&self, at: &HeadAt) -> Result<Vec<std::path::PathBuf>, Failure> {
+    fn lowers(&self, at: &HeadAt) -> Result<Vec<PathBuf>, Failure> {
         if at.head.0.is_empty() {
             return Ok(vec![self.paths.empty.clone()]);
         }
@@ -313,15 +340,19 @@ impl Host {
     }
 
     /// The root of the merged tree: as the topmost layer has it, or the workload's own in an empty
-    /// workspace, which nobody could write otherwise.
-    fn give_root(&self, upper: &std::path::Path, lowers: &[std::path::PathBuf], run_as: RunAs) -> std::io::Result<()> {
+    /// workspace, where nobody could write otherwise.
+    fn give_root(&self, upper: &Path, lowers: &[PathBuf], run_as: RunAs) -> Result<(), Failure> {
+        let failed = |e: String| {
+            Failure::new(Code::Internal, format!("cannot set the owner of the upper: {e}"))
+        };
         match lowers.last().filter(|top| **top != self.paths.empty) {
             Some(top) => {
-                let meta = std::fs::metadata(top)?;
-                std::os::unix::fs::chown(upper, Some(meta.uid()), Some(meta.gid()))?;
-                std::fs::set_permissions(upper, std::fs::Permissions::from_mode(meta.mode() & 0o7777))
+                let open = |path: &Path| Dir::open(path).map_err(|e| failed(text(e)));
+                let (top, upper) = (open(top)?, open(upper)?);
+                crate::upper::copy_top(top.as_fd(), upper.as_fd()).map_err(|e| failed(text(e)))
             }
-            None => std::os::unix::fs::chown(upper, Some(run_as.uid), Some(run_as.gid)),
+            None => std::os::unix::fs::chown(upper, Some(run_as.uid), Some(run_as.gid))
+                .map_err(|e| failed(e.to_string())),
         }
     }
 }
@@ -340,7 +371,8 @@ fn refused(by: &Caller, ask: &Acquire, refusal: &Refusal) -> crate::model::journ
 /// A lease token: 256 random bits, shown once.
 fn fresh_token() -> Result<String, Failure> {
     let mut bytes = [0; 32];
-    getrandom::fill(&mut bytes).map_err(|e| Failure::new(Code::Internal, format!("no random bytes: {e}")))?;
+    getrandom::fill(&mut bytes)
+        .map_err(|e| Failure::new(Code::Internal, format!("no random bytes: {e}")))?;
     Ok(hex::encode(bytes))
 }
 

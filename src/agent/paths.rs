@@ -49,13 +49,13 @@ impl Paths {
         Self {
             sessions: state.join("sessions"),
             layers: state.join("layers"),
-            bundles: config.bundles_dir(),
+            bundles: config.bundles_dir.clone(),
             trash: state.join("trash"),
             empty: state.join("empty"),
             deadlines: run.join("deadlines"),
             cell: run.join("cell"),
             runtime: run.join("sessions"),
-            cgroups: cgroup_root.join(config.cgroup.trim_matches('/')),
+            cgroups: cgroup_root.join(&config.cgroup),
             state: state.clone(),
         }
     }

@@ -19,6 +19,8 @@ use crate::model::journal::{Draft, Journal};
 use crate::model::session::{Session, State};
 use crate::model::step::{Event, Found};
 use crate::model::time::BootNs;
+use crate::store::Durability;
+use crate::store::marks::Below;
 use crate::upper::remove::{self, SessionDirs};
 
 /// What a start found, for the log and for health.
@@ -52,7 +54,11 @@ impl Host {
                 }
                 Err(unreadable) => {
                     started.unreadable += 1;
-                    tracing::error!("session record {} is not believed: {}", unreadable.id, unreadable.why);
+                    tracing::error!(
+                        "session record {} is not believed: {}",
+                        unreadable.id,
+                        unreadable.why
+                    );
                     self.freeze_unreadable(&unreadable.id);
                 }
             }
@@ -62,7 +68,10 @@ impl Host {
         let trash = remove::empty_trash(&self.paths.trash).map_err(text)?;
         self.layers.sweep().map_err(text)?;
         if swept > 0 || trash.entries > 0 {
-            tracing::info!("finished {swept} unfinished open(s) and {} trashed entries", trash.entries);
+            tracing::info!(
+                "finished {swept} unfinished open(s) and {} trashed entries",
+                trash.entries
+            );
         }
         Ok(started)
     }
@@ -80,14 +89,18 @@ impl Host {
             actor: "agent".to_owned(),
             detail,
         };
-        self.store.record(&Journal { sessions: vec![], entries: vec![entry] }).map_err(text)
+        self.store
+            .record(&Journal { sessions: vec![], entries: vec![entry] }, Durability::Full)
+            .map_err(text)
     }
 
     /// I2: an authority below a high-water mark is not believed.
     fn check_marks(&self) -> Result<(), String> {
         let known = self.authority.list().map_err(text)?;
-        for (workspace, seen, found) in self.store.below_marks(&known) {
-            let why = format!("the authority answers generation {found}, but {seen} was seen on this host");
+        for Below { workspace, seen, found } in self.store.marks().check(&known) {
+            let why = format!(
+                "the authority answers generation {found}, but {seen} was seen on this host"
+            );
             tracing::error!(OVERFENCE_WORKSPACE = %workspace, "HOLD: {why}");
             self.authority.hold(&workspace, &why).map_err(text)?;
         }
@@ -96,7 +109,9 @@ impl Host {
 
     fn recover_one(self: &Arc<Self>, s: Session, entries: &[Entry]) -> Arc<Slot> {
         let deadline = entries.iter().find_map(|entry| match entry {
-            Entry::Valid(d) if d.session == s.id && d.generation == s.generation => Some(d.deadline),
+            Entry::Valid(d) if d.session == s.id && d.generation == s.generation => {
+                Some(d.deadline)
+            }
             Entry::Valid(_) | Entry::Torn { .. } | Entry::Free => None,
         });
         let same_boot = s.boot == self.boot;
@@ -139,7 +154,8 @@ impl Host {
 
     /// Opens again what the former agent held: cgroup, overlay root, watches, socket.
     fn reopen(&self, slot: &Arc<Slot>) {
-        let warn = |what: &str, why: String| tracing::warn!(OVERFENCE_SESSION = %slot.id, "{what}: {why}");
+        let warn =
+            |what: &str, why: String| tracing::warn!(OVERFENCE_SESSION = %slot.id, "{what}: {why}");
         match Cgroup::open(&self.paths.cgroup(slot.id)) {
             Ok(cgroup) => slot.lock().cgroup = cgroup.map(Arc::new),
             Err(fault) => warn("cgroup", text(fault)),
@@ -173,7 +189,9 @@ impl Host {
     fn remake_cgroup(&self, slot: &Arc<Slot>) {
         match Cgroup::create(&self.paths.cgroup(slot.id)) {
             Ok(cgroup) => slot.lock().cgroup = Some(Arc::new(cgroup)),
-            Err(fault) => tracing::error!(OVERFENCE_SESSION = %slot.id, "the cgroup could not be made again: {}", text(fault)),
+            Err(fault) => {
+                tracing::error!(OVERFENCE_SESSION = %slot.id, "the cgroup could not be made again: {}", text(fault))
+            }
         }
     }
 

@@ -50,7 +50,11 @@ fn due(host: &Host) -> Vec<Due> {
         let s = &inner.session;
         let wanted = matches!(s.state, State::Active | State::Releasing);
         if wanted && inner.lease.signed && now >= inner.lease.next {
-            let renewal = Renewal { workspace: s.workspace.clone(), lease: s.lease, generation: s.generation };
+            let renewal = Renewal {
+                workspace: s.workspace.clone(),
+                lease: s.lease,
+                generation: s.generation,
+            };
             let ttl = s.ttl;
             drop(inner);
             due.push(Due { slot, renewal, ttl });

@@ -78,7 +78,12 @@ impl Host {
             (State::Opening | State::Active | State::Releasing, None) => "active",
             (State::Opening | State::Active | State::Releasing, Some(_)) => "doubt",
             (
-                State::Fencing | State::Fenced | State::Preserved | State::Deleting | State::Closed | State::Quarantined,
+                State::Fencing
+                | State::Fenced
+                | State::Preserved
+                | State::Deleting
+                | State::Closed
+                | State::Quarantined,
                 _,
             ) => "lost",
         };
@@ -109,7 +114,7 @@ impl Host {
             cgroup: self.cgroup_in_hierarchy(s.id),
             issued: jiff::Timestamp::now().to_string(),
         };
-        let signed = self.store.sign_ticket(&ticket).map_err(text)?;
+        let signed = self.store.keys().ticket.sign_ticket(&ticket).map_err(text)?;
         if let Some(cgroup) = &inner.cgroup {
             use sha2::Digest as _;
             let digest = crate::model::head::Digest(sha2::Sha256::digest(signed.as_bytes()).into());

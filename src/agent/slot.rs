@@ -18,12 +18,13 @@ use crate::kernel::clock;
 use crate::kernel::overlay::Mounted;
 use crate::model::code::Code;
 use crate::model::facts::Proof;
-use crate::model::ids::{Generation, PublicationKey, SessionId};
+use crate::model::ids::{PublicationKey, SessionId};
 use crate::model::journal::{Draft, Journal};
 use crate::model::lease::{self, Bound, Signs};
-use crate::model::session::{Session, State, Work};
+use crate::model::session::{Session, Stage, State, Work};
 use crate::model::step::{Effect, Event, Published, Purpose, step};
 use crate::model::time::BootNs;
+use crate::store::Durability;
 use crate::upper::remove::SessionDirs;
 
 /// How long [`Host::apply`] itself asks for the proof of a freeze; an idle process is frozen in
@@ -66,6 +67,14 @@ pub struct Inner {
     working: bool,
 }
 
+/// See [`Inner::checkpoint`].
+pub struct Before {
+    session: Session,
+    stored: Option<Session>,
+    drafts: Vec<Draft>,
+    queue: VecDeque<Effect>,
+}
+
 /// What the lease's local deadline is counted from.
 #[derive(Clone, Copy, Debug)]
 pub struct LeaseClock {
@@ -103,12 +112,18 @@ impl Inner {
         self.lease.deadline(self.session.ttl)
     }
 
-    /// Takes a step back whose record was not committed.
-    pub fn undo(&mut self, before: Session) {
-        self.stored = Some(before.clone());
-        self.session = before;
-        self.queue.clear();
-        self.drafts.clear();
+    /// What a step changes, to take it back if its record is not committed.
+    pub fn checkpoint(&self) -> Before {
+        let (session, stored) = (self.session.clone(), self.stored.clone());
+        Before { session, stored, drafts: self.drafts.clone(), queue: self.queue.clone() }
+    }
+
+    /// Takes steps back.
+    pub fn undo(&mut self, before: Before) {
+        self.session = before.session;
+        self.stored = before.stored;
+        self.drafts = before.drafts;
+        self.queue = before.queue;
     }
 
     /// Whether something waits to be tried again soon.
@@ -122,7 +137,11 @@ impl Inner {
                     && (!s.facts.has(Fact::ReadOnly) || !s.facts.has(Fact::Frozen))
                     || !s.unknown.is_empty()
             }
-            State::Active => !s.unknown.is_empty(),
+            State::Active => {
+                let thawing =
+                    matches!(&s.work, Some(Work::Checkpoint { stage: Stage::Thawing { .. }, .. }));
+                thawing || !s.unknown.is_empty()
+            }
             State::Opening | State::Closed | State::Quarantined => false,
         }
     }
@@ -169,7 +188,11 @@ impl Slot {
     }
 
     /// Waits until `done` says so or the time is over; gives the record then.
-    pub async fn wait_for(&self, limit: Duration, done: impl Fn(&Inner) -> bool) -> (Session, bool) {
+    pub async fn wait_for(
+        &self,
+        limit: Duration,
+        done: impl Fn(&Inner) -> bool,
+    ) -> (Session, bool) {
         let mut changes = self.watch();
         let reached = async {
             loop {
@@ -258,7 +281,9 @@ impl Host {
             Event::Published { key, outcome } => {
                 inner.answers.insert(*key, outcome.clone());
             }
-            Event::Frozen { proof } if inner.session.holds_lease() => inner.frozen_at = Some(proof.at),
+            Event::Frozen { proof } if inner.session.holds_lease() => {
+                inner.frozen_at = Some(proof.at)
+            }
             Event::Thawed { proof } => {
                 if let Some(since) = inner.frozen_at.take() {
                     inner.frozen_for = proof.at.since(since);
@@ -315,7 +340,7 @@ impl Host {
             let session = inner.session.clone();
             drop(inner);
             if let Some(journal) = journal
-                && let Err(fault) = self.store.record(&journal)
+                && let Err(fault) = self.store.record(&journal, durability(&journal))
             {
                 // Nothing irreversible without its record: both wait for the next tick.
                 tracing::error!(OVERFENCE_SESSION = %slot.id, "the record could not be written: {fault}");
@@ -342,7 +367,7 @@ impl Host {
     /// Writes what is pending for a session now, in the calling thread.
     pub fn persist(&self, slot: &Slot) -> Result<(), crate::store::Error> {
         let Some(journal) = take_journal(&mut slot.lock()) else { return Ok(()) };
-        self.store.record(&journal)
+        self.store.record(&journal, Durability::Full)
     }
 }
 
@@ -358,6 +383,11 @@ pub fn draft(kind: &str, s: &Session, actor: &str, detail: serde_json::Value) ->
     }
 }
 
+/// Witnessed time and the like need not survive a power loss; decisions do.
+fn durability(journal: &Journal) -> Durability {
+    if journal.entries.is_empty() { Durability::Lazy } else { Durability::Full }
+}
+
 /// What is to be made durable, marked as stored.
 pub fn take_journal(inner: &mut Inner) -> Option<Journal> {
     let changed = inner.stored.as_ref() != Some(&inner.session);
@@ -367,11 +397,6 @@ pub fn take_journal(inner: &mut Inner) -> Option<Journal> {
     inner.stored = Some(inner.session.clone());
     let sessions = if changed { vec![inner.session.clone()] } else { Vec::new() };
     Some(Journal { sessions, entries: std::mem::take(&mut inner.drafts) })
-}
-
-/// The generation a session's stamp must have to be of the present lease.
-pub fn is_ours(stamp: Option<Stamp>, generation: Generation) -> bool {
-    stamp.is_some_and(|s| s.generation == generation)
 }
 
 /// Whether the agent itself stands in for the holder now: it holds the session frozen for a

@@ -15,6 +15,9 @@ use crate::kernel::{cgroup, clock, ns, overlay};
 use crate::store::Store;
 use crate::upper::store::LayerStore;
 
+/// Real-time priority of the deadline timer, below the keeper's.
+const PRIORITY: i32 = 10;
+
 /// Why the agent did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -61,7 +64,11 @@ pub async fn start(
         let host = Arc::clone(&host);
         let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
             if name == "deadlines" {
-                clock::real_time();
+                // Refused where the host gives no real-time time: the timer is then a few
+                // milliseconds late under load.
+                if let Err(fault) = crate::kernel::launch::schedule_fifo(PRIORITY) {
+                    tracing::warn!("no real-time scheduling: {fault}");
+                }
             }
             if let Err(fault) = body(&host) {
                 // Without it no lease is enforced by the agent: end, and let the keeper and the
@@ -90,7 +97,13 @@ fn prepare(
     let paths = Paths::new(&config, &cgroup::find_root()?);
     make(&paths.state, 0o700)?;
     make(&config.runtime_dir, 0o755)?;
-    let store = Arc::new(Store::open(&config)?);
+    let files = crate::store::Paths {
+        state: paths.state.clone(),
+        keys: config.keys_dir.clone(),
+        anchors: config.evidence_anchor_file.clone(),
+        high_water: config.high_water_file.clone(),
+    };
+    let store = Arc::new(Store::open(&files, Arc::new(move || now(boot)))?);
     for (dir, mode) in [
         (&paths.sessions, 0o700),
         (&paths.trash, 0o700),
@@ -107,7 +120,7 @@ fn prepare(
     let parts = Parts {
         layers: LayerStore::open(&paths.layers)?,
         table: Table::create_or_open(&paths.deadlines)?,
-        authority: Arc::new(SqliteAuthority::new(&store, Arc::new(move || now(boot)))),
+        authority: Arc::new(SqliteAuthority::new(Arc::clone(&store))),
         config,
         paths,
         boot,

@@ -113,7 +113,9 @@ async fn resume_doubted(host: &Arc<Host>) {
         let asked = Arc::clone(&slot);
         let by = format!("policy:{}", host.config.digest());
         let reason = "fenced only for doubt, and unclaimed since".to_owned();
-        let answer = tokio::task::spawn_blocking(move || worker.readmit_now(&asked, &by, &by, &reason)).await;
+        let answer =
+            tokio::task::spawn_blocking(move || worker.readmit_now(&asked, &by, &by, &reason))
+                .await;
         if let Ok(Err(failure)) = answer {
             tracing::info!(OVERFENCE_SESSION = %slot.id, "not resumed: {failure}");
             // Claimed by somebody else: only a person can bring it back.

@@ -11,7 +11,9 @@ use crate::kernel::clock;
 use crate::model::facts::Fact;
 use crate::model::lease::Lease;
 use crate::model::session::{OnBusy, Session, State};
-use crate::model::view::{FactView, LeaseView, PathText, PreservedView, SessionView, WorkspaceView};
+use crate::model::view::{
+    FactView, LeaseView, PathText, PreservedView, SessionView, WorkspaceView,
+};
 use crate::model::workspace::Workspace;
 
 impl Host {
@@ -57,7 +59,7 @@ impl Host {
         if let Some(size) = slot.lock().size {
             return size;
         }
-        let size = crate::upper::changes::size(&slot.dirs.upper).unwrap_or_else(|fault| {
+        let size = crate::upper::size::size(&slot.dirs.upper).unwrap_or_else(|fault| {
             tracing::warn!(OVERFENCE_SESSION = %slot.id, "the upper could not be counted: {}", text(fault));
             (0, 0)
         });
@@ -134,7 +136,9 @@ fn next(s: &Session, left: Duration) -> String {
     }
     match s.state {
         State::Deleting => "being removed".to_owned(),
-        State::Fenced if s.policy.on_busy == OnBusy::Kill => "killed when kill_after is over".to_owned(),
+        State::Fenced if s.policy.on_busy == OnBusy::Kill => {
+            "killed when kill_after is over".to_owned()
+        }
         _ => format!("removed after {} of witnessed time", shown_span(left)),
     }
 }

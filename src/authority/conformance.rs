@@ -106,7 +106,7 @@ fn create(f: &dyn Fixture) -> Workspace {
         owner: "ann".parse().unwrap(),
         contact: "ann@host".to_owned(),
         labels: BTreeMap::from([("k".to_owned(), "v".to_owned())]),
-        first: Some(layer(1)),
+        layers: vec![layer(1)],
     };
     f.authority().create(&new, no_rider()).unwrap().unwrap()
 }
@@ -179,7 +179,7 @@ fn made_once(f: &dyn Fixture) {
         owner: "bob".parse().unwrap(),
         contact: String::new(),
         labels: BTreeMap::new(),
-        first: None,
+        layers: vec![],
     };
     let refusal = f.authority().create(&again, no_rider()).unwrap().unwrap_err();
     assert_eq!(refusal.code, Code::WorkspaceExists);
@@ -290,7 +290,7 @@ fn i2_held_unknown(f: &dyn Fixture) {
         owner: "ann".parse().unwrap(),
         contact: String::new(),
         labels: BTreeMap::new(),
-        first: None,
+        layers: vec![],
     };
     let refusal = f.authority().create(&new, no_rider()).unwrap().unwrap_err();
     assert_eq!(refusal.code, Code::WorkspaceHeld);

@@ -82,8 +82,9 @@ pub struct NewWorkspace {
     pub contact: String,
     /// Selectors.
     pub labels: BTreeMap<String, String>,
-    /// Its first layer, which makes version 1; without one it starts empty at version 0.
-    pub first: Option<Digest>,
+    /// Its first layers, lowest first, which make version 1; without any it starts empty at
+    /// version 0.
+    pub layers: Vec<Digest>,
 }
 
 /// A wish to extend one lease.
@@ -255,8 +256,8 @@ fn created(old: Option<&Workspace>, new: &NewWorkspace) -> Result<Workspace, Ref
     }
     let mut made = Workspace::new(new.id.clone(), new.owner.clone(), old);
     (made.contact, made.labels) = (new.contact.clone(), new.labels.clone());
-    if let Some(first) = new.first {
-        made.at = HeadAt { version: Version(1), head: Head(vec![first]) };
+    if !new.layers.is_empty() {
+        made.at = HeadAt { version: Version(1), head: Head(new.layers.clone()) };
     }
     Ok(made)
 }

@@ -231,7 +231,7 @@ mod tests {
                 owner: "ann".parse().unwrap(),
                 contact: String::new(),
                 labels: Default::default(),
-                first: None,
+                layers: vec![],
             };
             host.authority.create(&new, no_rider()).unwrap().unwrap();
         }

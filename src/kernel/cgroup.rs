@@ -6,12 +6,11 @@
 
 use std::ffi::OsStr;
 use std::fmt;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use rustix::event::PollFlags;
 use rustix::fs::{FileType, Mode, OFlags, XattrFlags};
 use rustix::io::Errno;
 
@@ -27,16 +26,13 @@ use crate::model::time::BootNs;
 const STAMP: &str = "trusted.overfence.stamp";
 const TICKET: &str = "trusted.overfence.ticket";
 
-/// How long an answer is awaited by reading again before waiting for the kernel's notification,
-/// which is held back to one per 10 ms and file.
-const SPIN: Duration = Duration::from_millis(2);
-/// Of that, how long without giving the CPU away: a real-time thread would keep the very tasks from
-/// running that have to reach the freezer.
-const TIGHT: Duration = Duration::from_micros(200);
-/// And how long it is given away between two reads after that.
-const NAP: Duration = Duration::from_micros(50);
-/// A notification can fall between two reads; never wait longer than this for one.
-const WAIT: Duration = Duration::from_millis(10);
+/// How long an answer is awaited by reading again without giving the CPU away. Not longer: a
+/// real-time thread keeps the very tasks from running that have to reach the freezer.
+const TIGHT: Duration = Duration::from_micros(50);
+/// After that, the shortest and the longest pause between two reads; in between it is an eighth of
+/// what was waited so far. The kernel holds its notifications back to one per 10 ms and file, so
+/// reading again is never later than waiting for one.
+const PAUSE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(10));
 
 /// What we write on a cgroup before we freeze it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -299,8 +295,7 @@ impl Cgroup {
         }
     }
 
-    /// Reads again at once, then waits for notifications; the state is read a last time after the
-    /// deadline.
+    /// Reads again at once, then in growing pauses; the state is read a last time after the deadline.
     fn await_state(
         &self,
         begun: BootNs,
@@ -323,14 +318,12 @@ impl Cgroup {
             if now >= until {
                 return Ok(None);
             }
-            match now.since(begun) {
-                spent if spent < TIGHT => std::hint::spin_loop(),
-                spent if spent < SPIN => clock::sleep_until(now.plus(NAP)),
-                _ => {
-                    let step = until.min(now.plus(WAIT));
-                    clock::poll_until(self.events.as_fd(), PollFlags::PRI, Some(step))
-                        .at("wait on cgroup.events of", &self.path)?;
-                }
+            let spent = now.since(begun);
+            if spent < TIGHT {
+                std::hint::spin_loop();
+            } else {
+                let pause = (spent / 8).clamp(PAUSE.0, PAUSE.1);
+                clock::sleep_until(until.min(now.plus(pause)));
             }
         }
     }

@@ -1,6 +1,5 @@
 //! The one clock of every deadline: CLOCK_BOOTTIME, which runs on in suspend, with the boot id,
 //! since its numbers mean nothing in another boot.
-#![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -49,17 +48,6 @@ pub fn sleep_until(then: BootNs) {
         // Only EINTR is possible for a clock that exists, and the loop answers it.
         let _ = rustix::thread::clock_nanosleep_absolute(ClockId::Boottime, &timespec(then));
     }
-}
-
-/// Asks for real-time scheduling of the calling thread (SCHED_FIFO, lowest priority, not inherited
-/// by what it starts), so that load does not make its timers late. Whether the kernel agreed.
-pub fn real_time() -> bool {
-    let param = libc::sched_param { sched_priority: 1 };
-    // SAFETY: 0 is the calling thread; the kernel only reads the structure, which outlives the call.
-    let answer = unsafe {
-        libc::sched_setscheduler(0, libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, &raw const param)
-    };
-    answer == 0
 }
 
 pub(crate) fn timespec(t: BootNs) -> Timespec {

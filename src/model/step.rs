@@ -290,9 +290,7 @@ impl Effect {
             | Self::Remove
             | Self::ReadWrite
             | Self::Thaw => true,
-            Self::Freeze { .. } | Self::ReadOnly | Self::Capture | Self::Show => {
-                false
-            }
+            Self::Freeze { .. } | Self::ReadOnly | Self::Capture | Self::Show => false,
         }
     }
 
@@ -421,6 +419,13 @@ fn abandon_work(s: &mut Session) {
     {
         s.unknown.insert(key, layer);
     }
+}
+
+/// Ends the frozen part of a checkpoint. It is under way until the thaw is confirmed: the next one
+/// must not be thawed by this one's thaw.
+fn thaw_then(s: &mut Session, key: PublicationKey, layer: Option<Digest>) -> Step {
+    s.work = Some(Work::Checkpoint { key, stage: Stage::Thawing { layer }, tainted: false });
+    Step::go([Effect::Thaw])
 }
 
 fn resolve_unknown(s: &Session) -> impl Iterator<Item = Effect> {

@@ -519,8 +519,8 @@ pub struct EvidenceReport {
     /// Entries read.
     pub entries: u64,
     /// Hash of the last one.
-    #[schema(value_type = String)]
-    pub head: Digest,
+    #[schema(value_type = Option<String>)]
+    pub head: Option<Digest>,
     /// Anchors checked.
     pub anchors: u64,
     /// Sequence number of the newest anchor.

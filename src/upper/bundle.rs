@@ -85,6 +85,8 @@ pub struct Provenance {
 /// A bundle as its manifest describes it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bundle {
+    /// Digest of the manifest: names the bundle with everything in it.
+    pub manifest: Digest,
     /// Where the bytes come from.
     pub provenance: Provenance,
     /// The one layer.
@@ -123,7 +125,7 @@ pub fn export(
     }
     sync_dir(above)?;
     failpoint::hit("upper.bundle.after");
-    Ok(Bundle { provenance: provenance.clone(), layer: info })
+    inspect(dest)
 }
 
 fn write(store: &LayerStore, info: &LayerInfo, provenance: &Provenance, dir: &Path) -> Result<()> {
@@ -294,8 +296,8 @@ impl Reader {
             return self.refuse("oci-layout", "only layout version 1.0.0 is known");
         }
         let index: ImageIndex = self.parse("index.json", &self.small(&self.top, "index.json")?)?;
-        let manifest: ImageManifest =
-            self.blob(self.one("manifests", index.manifests())?, MediaType::ImageManifest)?;
+        let named = self.one("manifests", index.manifests())?;
+        let manifest: ImageManifest = self.blob(named, MediaType::ImageManifest)?;
         let config: ImageConfiguration = self.blob(manifest.config(), MediaType::ImageConfig)?;
         let layer = self.one("layers", manifest.layers())?;
         if *layer.media_type() != MediaType::ImageLayerZstd {
@@ -318,6 +320,7 @@ impl Reader {
         };
         let provenance = annotation(manifest.annotations(), PROVENANCE)?;
         Ok(Bundle {
+            manifest: self.digest(named)?,
             provenance: self.parse("provenance", provenance.as_bytes())?,
             layer: LayerInfo {
                 diff_id,

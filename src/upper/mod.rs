@@ -34,6 +34,7 @@ pub mod layer;
 pub mod remove;
 #[cfg(test)]
 mod round_trip;
+pub mod size;
 pub mod store;
 mod tarfmt;
 mod tree;

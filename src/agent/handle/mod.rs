@@ -71,10 +71,12 @@ impl Agent {
     ) -> Result<Vec<Entry>, Failure> {
         self.blocking(move |host| {
             let found = match session {
-                None => host.store.evidence_since(since, limit),
-                Some(id) => host.store.evidence_of(id, since, limit),
+                None => host.store.evidence_since(since, limit).map_err(internal),
+                Some(id) => host.store.evidence_of(id).map_err(internal).map(|entries| {
+                    entries.into_iter().filter(|e| e.seq > since).take(limit).collect()
+                }),
             };
-            found.map_err(internal)
+            found
         })
         .await
     }
@@ -88,8 +90,8 @@ impl Agent {
                 entries: report.entries,
                 head: report.head,
                 anchors: report.anchors,
-                newest_anchor: report.newest_anchor,
-                fault: report.fault,
+                newest_anchor: report.newest_anchor.map(|a| a.seq),
+                fault: report.fault.map(|f| format!("entry {}: {}", f.seq, f.why)),
             })
         })
         .await
@@ -138,7 +140,7 @@ impl Agent {
 
     /// The public key of mount tickets.
     pub fn ticket_key(&self) -> String {
-        self.0.store.ticket_key()
+        self.0.store.keys().ticket.public().to_text()
     }
 
     /// Ends the agent's threads and tasks; sessions and their mounts go on.
@@ -160,7 +162,8 @@ fn unavailable<E: std::error::Error>(fault: E) -> Failure {
 }
 
 fn workspace_id(text: &str) -> Result<WorkspaceId, Failure> {
-    text.parse().map_err(|e: crate::model::ids::InvalidId| Failure::new(Code::BadRequest, e.to_string()))
+    text.parse()
+        .map_err(|e: crate::model::ids::InvalidId| Failure::new(Code::BadRequest, e.to_string()))
 }
 
 /// The one id that starts so.
@@ -180,9 +183,15 @@ fn unique<I: ToString + Copy>(
         (Some(id), None) => Ok(id),
         (Some(a), Some(b)) => Err(Failure::new(
             Code::AmbiguousId,
-            format!("{prefix:?} fits {} and {} at least; give more of it", a.to_string(), b.to_string()),
+            format!(
+                "{prefix:?} fits {} and {} at least; give more of it",
+                a.to_string(),
+                b.to_string()
+            ),
         )),
-        (None, _) => Err(Failure::new(none, format!("{} Nothing starts with {full:?}.", none.meaning()))),
+        (None, _) => {
+            Err(Failure::new(none, format!("{} Nothing starts with {full:?}.", none.meaning())))
+        }
     }
 }
 

@@ -1,26 +1,26 @@
 //! Preserved deltas: show, export, discard, keep; and what can be removed.
 
-use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::sessions::denied;
 use super::{Agent, PATIENCE, actor, internal};
+use crate::agent::effects::capture_upper;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::slot::{Applied, Inner, Slot};
-use crate::kernel::walk::Dir;
 use crate::model::code::Code;
 use crate::model::facts::Fact;
 use crate::model::ids::SessionId;
+use crate::model::journal::Entry;
 use crate::model::session::{Disposition, Session, State};
 use crate::model::step::Event;
 use crate::model::view::{
     ExportSession, Exported, GcItem, GcReport, KeepSession, PathText, PreservedView, SessionView,
 };
+use crate::store::Durability;
 use crate::upper::bundle::{self, Provenance};
-use crate::upper::layer::{self, Source, Writers};
 use crate::upper::remove;
 
 impl Agent {
@@ -28,19 +28,40 @@ impl Agent {
     pub async fn preserved(&self) -> Result<Vec<PreservedView>, Failure> {
         self.blocking(|host| {
             let stopped = |slot: &Arc<Slot>| {
-                matches!(slot.session().state, State::Fencing | State::Fenced | State::Preserved | State::Quarantined)
+                matches!(
+                    slot.session().state,
+                    State::Fencing | State::Fenced | State::Preserved | State::Quarantined
+                )
             };
-            Ok(host.slots().iter().filter(|slot| stopped(slot)).map(|slot| host.preserved_view(slot)).collect())
+            Ok(host
+                .slots()
+                .iter()
+                .filter(|slot| stopped(slot))
+                .map(|slot| host.preserved_view(slot))
+                .collect())
         })
         .await
     }
 
     /// Exports a stopped session's upper as a patch bundle and reads it back. With `dispose` the
     /// verified bundle authorises removal.
-    pub async fn export(&self, by: &Caller, id: SessionId, wish: ExportSession) -> Result<Exported, Failure> {
+    pub async fn export(
+        &self,
+        by: &Caller,
+        id: SessionId,
+        wish: ExportSession,
+    ) -> Result<Exported, Failure> {
         let slot = self.slot(id)?;
         let (asked, who) = (Arc::clone(&slot), actor(by));
-        let dest = wish.dest.as_ref().map(|text| text.path().ok_or_else(|| Failure::new(Code::BadRequest, "the destination is not a well-formed path"))).transpose()?;
+        let dest = wish
+            .dest
+            .as_ref()
+            .map(|text| {
+                text.path().ok_or_else(|| {
+                    Failure::new(Code::BadRequest, "the destination is not a well-formed path")
+                })
+            })
+            .transpose()?;
         let made = self.blocking(move |host| export(host, &asked, &who, dest)).await?;
         if wish.dispose {
             let disposition = Disposition::Exported { who: actor(by), bundle: made.digest };
@@ -63,12 +84,20 @@ impl Agent {
         Ok(self.session_view(&slot))
     }
 
-    async fn dispose(&self, by: &Caller, slot: &Arc<Slot>, disposition: Disposition) -> Result<(), Failure> {
-        if let Applied::Refused(code) = self.0.apply(slot, Event::Disposed { disposition }, &actor(by)) {
+    async fn dispose(
+        &self,
+        by: &Caller,
+        slot: &Arc<Slot>,
+        disposition: Disposition,
+    ) -> Result<(), Failure> {
+        if let Applied::Refused(code) =
+            self.0.apply(slot, Event::Disposed { disposition }, &actor(by))
+        {
             return Err(denied(&slot.session(), code));
         }
         let over = |inner: &Inner| {
-            matches!(inner.session.state, State::Closed | State::Quarantined) || inner.session.tries > 0
+            matches!(inner.session.state, State::Closed | State::Quarantined)
+                || inner.session.tries > 0
         };
         let (s, _) = slot.wait_for(PATIENCE, over).await;
         match s.state {
@@ -78,17 +107,30 @@ impl Agent {
             }
             _ => Err(Failure::new(
                 Code::Partial,
-                format!("session {} is {}; its removal is tried again: {}", s.id, s.state, s.trouble.unwrap_or_default()),
+                format!(
+                    "session {} is {}; its removal is tried again: {}",
+                    s.id,
+                    s.state,
+                    s.trouble.unwrap_or_default()
+                ),
             )),
         }
     }
 
     /// Keeps a delta longer than its grace window.
-    pub async fn keep(&self, by: &Caller, id: SessionId, wish: KeepSession) -> Result<SessionView, Failure> {
+    pub async fn keep(
+        &self,
+        by: &Caller,
+        id: SessionId,
+        wish: KeepSession,
+    ) -> Result<SessionView, Failure> {
         let slot = self.slot(id)?;
         // Witnessed time runs no faster than the wall, so the delta lives at least that long.
         let until = slot.session().witnessed.saturating_add(Duration::from_millis(wish.for_ms));
-        let event = Event::Kept { until_ms: u64::try_from(until.as_millis()).unwrap_or(u64::MAX), by: actor(by) };
+        let event = Event::Kept {
+            until_ms: u64::try_from(until.as_millis()).unwrap_or(u64::MAX),
+            by: actor(by),
+        };
         if let Applied::Refused(code) = self.0.apply(&slot, event, &actor(by)) {
             return Err(denied(&slot.session(), code));
         }
@@ -102,6 +144,9 @@ impl Agent {
     }
 }
 
+/// Evidence entries of a session that travel in its bundle.
+const EXCERPT: usize = 500;
+
 struct MadeBundle {
     path: PathBuf,
     digest: crate::model::head::Digest,
@@ -109,51 +154,80 @@ struct MadeBundle {
     stable: bool,
 }
 
-fn export(host: &Host, slot: &Slot, actor: &str, dest: Option<PathBuf>) -> Result<MadeBundle, Failure> {
+fn export(
+    host: &Host,
+    slot: &Slot,
+    actor: &str,
+    dest: Option<PathBuf>,
+) -> Result<MadeBundle, Failure> {
     let s = slot.session();
-    if !matches!(s.state, State::Fenced | State::Preserved) || !s.facts.has(Fact::Frozen) && !s.facts.has(Fact::Killed) {
+    if !matches!(s.state, State::Fenced | State::Preserved)
+        || !s.facts.has(Fact::Frozen) && !s.facts.has(Fact::Killed)
+    {
         return Err(denied(&s, Code::WrongState));
     }
     // From `frozen` alone a system call or a mapping outside may still change it.
     let stable = s.facts.has(Fact::ReadOnly) || s.facts.has(Fact::Gone);
-    let writers = if stable { Writers::Stopped } else { Writers::MayRun };
-    let upper = Dir::open(&slot.dirs.upper).map_err(internal)?;
-    let captured = layer::capture(Source::Upper(upper.as_fd()), writers, &host.layers).map_err(internal)?;
+    let captured = capture_upper(host, &slot.dirs.upper).map_err(internal)?;
     let Some(captured) = captured else {
-        return Err(Failure::new(Code::NotFound, format!("session {} changed nothing: there is nothing to export; `preserved discard` removes it", s.id)));
+        return Err(Failure::new(
+            Code::NotFound,
+            format!(
+                "session {} changed nothing: there is nothing to export; `preserved discard` removes it",
+                s.id
+            ),
+        ));
     };
-    let excerpt = host.store.evidence_of(s.id, 0, 1000).map_err(internal)?;
+    let excerpt = host.store.evidence_of(s.id).map_err(internal)?;
     let provenance = provenance(&s, stable, &excerpt);
-    let path = dest.unwrap_or_else(|| host.paths.bundles.join(format!("{}-g{}", s.id, s.generation)));
+    let path =
+        dest.unwrap_or_else(|| host.paths.bundles.join(format!("{}-g{}", s.id, s.generation)));
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent).map_err(internal)?;
     }
-    let made = bundle::export(&host.layers, captured.diff_id, &provenance, &path).map_err(internal)?;
-    let report = bundle::verify(&path).map_err(|e| Failure::new(Code::BundleInvalid, crate::agent::effects::text(e)))?;
+    let made =
+        bundle::export(&host.layers, captured.diff_id, &provenance, &path).map_err(internal)?;
+    let report = bundle::verify(&path)
+        .map_err(|e| Failure::new(Code::BundleInvalid, crate::agent::effects::text(e)))?;
     if report.manifest != made.manifest {
-        return Err(Failure::new(Code::BundleInvalid, "the bundle read back is not the one written"));
+        return Err(Failure::new(
+            Code::BundleInvalid,
+            "the bundle read back is not the one written",
+        ));
     }
     let detail = serde_json::json!({ "path": PathText::of(&path), "manifest": made.manifest, "layer": captured.diff_id, "stable": stable });
     let entry = crate::agent::slot::draft("export", &s, actor, detail);
     let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
-    host.store.record(&journal).map_err(internal)?;
+    host.store.record(&journal, Durability::Full).map_err(internal)?;
     Ok(MadeBundle { path, digest: made.manifest, layer: Some(captured.diff_id), stable })
 }
 
-fn provenance(s: &Session, stable: bool, excerpt: &[crate::model::journal::Entry]) -> Provenance {
+/// The newest entries that fit: a manifest has a limit.
+fn bounded(excerpt: &[Entry]) -> &[Entry] {
+    &excerpt[excerpt.len().saturating_sub(EXCERPT)..]
+}
+
+fn provenance(s: &Session, stable: bool, excerpt: &[Entry]) -> Provenance {
+    let now = jiff::Timestamp::now();
+    let at = |entry: &Entry| entry.time.parse().unwrap_or(now);
     Provenance {
         workspace: s.workspace.clone(),
         session: s.id,
-        owner: s.owner.clone(),
         lease: s.lease,
         generation: s.generation,
         host: s.host,
-        base: s.base.clone(),
+        base: s.base.head.clone(),
         expected: s.expected.clone(),
         reason: s.loss.as_ref().map(ToString::to_string).unwrap_or_default(),
-        exported_at: jiff::Timestamp::now().to_string(),
+        opened_at: excerpt.first().map_or(now, at),
+        lease_ended_at: excerpt
+            .iter()
+            .find(|e| e.draft.detail["event"]["event"] == "lease_lost")
+            .map(at),
+        exported_at: now,
+        statement: bundle::STATEMENT.to_owned(),
         stable,
-        evidence: serde_json::to_value(excerpt).unwrap_or_default(),
+        evidence: serde_json::to_value(bounded(excerpt)).unwrap_or_default(),
     }
 }
 
@@ -163,7 +237,14 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     let mut items = Vec::new();
     for slot in host.slots() {
         let s = slot.session();
-        if matches!(s.state, State::Preserved | State::Fenced | State::Fencing | State::Deleting | State::Quarantined) {
+        if matches!(
+            s.state,
+            State::Preserved
+                | State::Fenced
+                | State::Fencing
+                | State::Deleting
+                | State::Quarantined
+        ) {
             let shown = host.preserved_view(&slot);
             let verdict = if s.state == State::Deleting { "remove" } else { "keep" };
             items.push(item("session", &s.id.to_string(), verdict, shown.next, shown.bytes));
@@ -171,13 +252,19 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     }
     layers(host, dry_run, &mut items)?;
     orphans(host, &mut items)?;
-    let trash = remove::trash_size(&host.paths.trash).map_err(internal)?;
-    if trash.entries > 0 {
+    let (bytes, entries) = crate::upper::size::size(&host.paths.trash).map_err(internal)?;
+    if entries > 0 {
         let verdict = if dry_run { "remove" } else { "removed" };
         if !dry_run {
             remove::empty_trash(&host.paths.trash).map_err(internal)?;
         }
-        items.push(item("trash", "trash", verdict, "its removal was decided before".to_owned(), trash.bytes));
+        items.push(item(
+            "trash",
+            "trash",
+            verdict,
+            "its removal was decided before".to_owned(),
+            bytes,
+        ));
     }
     let bytes_freed = items.iter().filter(|i| i.verdict == "removed").map(|i| i.bytes).sum();
     let report = GcReport { dry_run, items, bytes_freed };
@@ -191,7 +278,7 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
             detail: serde_json::to_value(&report).unwrap_or_default(),
         };
         let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
-        host.store.record(&journal).map_err(internal)?;
+        host.store.record(&journal, Durability::Full).map_err(internal)?;
     }
     Ok(report)
 }

@@ -19,7 +19,8 @@ use crate::model::lease::HolderKind;
 use crate::model::session::{CloseMode, Disposition, Loss, Session, State, Work};
 use crate::model::step::{Event, Published};
 use crate::model::view::{
-    BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened, ReadmitSession, SessionView,
+    BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened,
+    ReadmitSession, SessionView,
 };
 use crate::model::workspace::{Acquire, Acquired, Refusal};
 use crate::workload::{self, Place};
@@ -44,7 +45,12 @@ impl Agent {
             })
             .await?;
         let session = self.session_view(&made.slot);
-        Ok(Opened { session, token: made.token, ticket: made.ticket, predecessor: made.predecessor })
+        Ok(Opened {
+            session,
+            token: made.token,
+            ticket: made.ticket,
+            predecessor: made.predecessor,
+        })
     }
 
     /// All sessions that are not closed.
@@ -76,7 +82,11 @@ impl Agent {
             state_dir: paths.state.clone(),
             user: workload::User { uid: s.run_as.uid, gid: s.run_as.gid, groups: vec![] },
             mapped: s.run_as.mapped,
-            network: if s.run_as.host_network { workload::Network::Host } else { workload::Network::Own },
+            network: if s.run_as.host_network {
+                workload::Network::Host
+            } else {
+                workload::Network::Own
+            },
             holder: match s.holder {
                 HolderKind::Process => workload::Holder::Process,
                 HolderKind::Beat => workload::Holder::Beat,
@@ -98,13 +108,19 @@ impl Agent {
                 }
             }
             (Sign::Token(_), HolderKind::Process) => {
-                return Err(Failure::new(Code::Denied, "this lease follows its session's command, not a token"));
+                return Err(Failure::new(
+                    Code::Denied,
+                    "this lease follows its session's command, not a token",
+                ));
             }
             (Sign::Socket { .. }, HolderKind::Beat) => {}
             (Sign::Socket { pid }, HolderKind::Process) => {
                 let init = show::init_of(&self.0.paths, id).ok().flatten();
                 if init.is_none_or(|init| init.pid != pid) {
-                    return Err(Failure::new(Code::Denied, "this lease follows its session's command; only the session's init speaks for it"));
+                    return Err(Failure::new(
+                        Code::Denied,
+                        "this lease follows its session's command; only the session's init speaks for it",
+                    ));
                 }
             }
         }
@@ -113,7 +129,8 @@ impl Agent {
         Ok(BeatAnswer {
             state: if inner.session.doubt.is_some() { "doubt" } else { "active" }.to_owned(),
             generation: inner.session.generation.0,
-            remaining_ms: i64::try_from(inner.deadline().0.since(clock::now()).as_millis()).unwrap_or(i64::MAX),
+            remaining_ms: i64::try_from(inner.deadline().0.since(clock::now()).as_millis())
+                .unwrap_or(i64::MAX),
         })
     }
 
@@ -130,7 +147,10 @@ impl Agent {
         let done = |inner: &Inner| !under_way(&inner.session, key);
         let (s, ok) = slot.wait_for(LONG, done).await;
         if !ok {
-            return Err(Failure::new(Code::TimedOut, "the checkpoint goes on; `session inspect` shows it"));
+            return Err(Failure::new(
+                Code::TimedOut,
+                "the checkpoint goes on; `session inspect` shows it",
+            ));
         }
         let (answer, frozen_for) = {
             let mut inner = slot.lock();
@@ -140,7 +160,10 @@ impl Agent {
             Some(Published::Committed { .. }) => "committed",
             Some(Published::Refused { refusal }) => return Err(refusal.into()),
             Some(Published::Unknown { why }) => {
-                return Err(Failure::new(Code::UnknownPublication, format!("publication {key} has no known outcome yet: {why}")));
+                return Err(Failure::new(
+                    Code::UnknownPublication,
+                    format!("publication {key} has no known outcome yet: {why}"),
+                ));
             }
             None if !s.holds_lease() => return Err(denied(&s, Code::LeaseLost)),
             None => match s.trouble {
@@ -164,7 +187,8 @@ impl Agent {
         let never = HeadAt { version: Version(u64::MAX), head: s.expected.head.clone() };
         let asked = self
             .blocking(move |host| {
-                host.offer(&s, key, Digest([0; 32]), never).map_err(|e| Failure::new(Code::AuthorityUnavailable, e))
+                host.offer(&s, key, Digest([0; 32]), never)
+                    .map_err(|e| Failure::new(Code::AuthorityUnavailable, e))
             })
             .await;
         match asked {
@@ -175,7 +199,12 @@ impl Agent {
     }
 
     /// Ends a session by its owner's wish.
-    pub async fn close(&self, by: &Caller, id: SessionId, wish: CloseSession) -> Result<SessionView, Failure> {
+    pub async fn close(
+        &self,
+        by: &Caller,
+        id: SessionId,
+        wish: CloseSession,
+    ) -> Result<SessionView, Failure> {
         let slot = self.slot(id)?;
         let mode = match wish.mode {
             Some(mode) => mode,
@@ -183,8 +212,10 @@ impl Agent {
                 let upper = slot.dirs.upper.clone();
                 let empty = self
                     .blocking(move |_| {
-                        let dir = crate::kernel::walk::Dir::open(&upper).map_err(super::internal)?;
-                        crate::upper::changes::is_empty(std::os::fd::AsFd::as_fd(&dir)).map_err(super::internal)
+                        let dir =
+                            crate::kernel::walk::Dir::open(&upper).map_err(super::internal)?;
+                        crate::upper::changes::is_empty(std::os::fd::AsFd::as_fd(&dir))
+                            .map_err(super::internal)
                     })
                     .await?;
                 if !empty {
@@ -206,16 +237,25 @@ impl Agent {
         };
         let (s, ok) = slot.wait_for(LONG, over).await;
         if !ok {
-            return Err(Failure::new(Code::TimedOut, "the close goes on; `session inspect` shows it"));
+            return Err(Failure::new(
+                Code::TimedOut,
+                "the close goes on; `session inspect` shows it",
+            ));
         }
         let answer = slot.lock().answers.remove(&key);
         if s.state != State::Closed && mode != CloseMode::Keep {
             return Err(match answer {
                 Some(Published::Refused { refusal }) => refusal.into(),
-                Some(Published::Unknown { .. } | Published::Committed { .. }) | None => Failure::new(
-                    Code::Partial,
-                    format!("session {id} is {}: {}", s.state, s.trouble.or(s.loss.map(|l| l.to_string())).unwrap_or_default()),
-                ),
+                Some(Published::Unknown { .. } | Published::Committed { .. }) | None => {
+                    Failure::new(
+                        Code::Partial,
+                        format!(
+                            "session {id} is {}: {}",
+                            s.state,
+                            s.trouble.or(s.loss.map(|l| l.to_string())).unwrap_or_default()
+                        ),
+                    )
+                }
             });
         }
         let view = self.session_view(&slot);
@@ -226,11 +266,19 @@ impl Agent {
     }
 
     /// Stops a session by an operator's wish: freezes first, then revokes.
-    pub async fn fence(&self, by: &Caller, id: SessionId, wish: FenceSession) -> Result<Fenced, Failure> {
+    pub async fn fence(
+        &self,
+        by: &Caller,
+        id: SessionId,
+        wish: FenceSession,
+    ) -> Result<Fenced, Failure> {
         let slot = self.slot(id)?;
         let to = wish.to.unwrap_or(Fact::ReadOnly);
         if to == Fact::Gone {
-            return Err(Failure::new(Code::BadRequest, "a fence goes to frozen, read-only or killed; what is gone is removed by `preserved discard`"));
+            return Err(Failure::new(
+                Code::BadRequest,
+                "a fence goes to frozen, read-only or killed; what is gone is removed by `preserved discard`",
+            ));
         }
         {
             let mut inner = slot.lock();
@@ -239,7 +287,8 @@ impl Agent {
                 inner.session.policy.on_busy = on_busy;
             }
         }
-        let reason = if wish.reason.is_empty() { "no reason given".to_owned() } else { wish.reason };
+        let reason =
+            if wish.reason.is_empty() { "no reason given".to_owned() } else { wish.reason };
         if slot.session().holds_lease() {
             let loss = Loss::Operator { by: actor(by), reason };
             self.0.apply(&slot, Event::LeaseLost { loss, revoke: true }, &actor(by));
@@ -250,14 +299,20 @@ impl Agent {
         let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(LONG);
         slot.wait_for(wait, |inner| {
             let s = &inner.session;
-            !s.holds_lease() && view::missing(s).is_none() || s.busy_since.is_some() && to != Fact::Killed
+            !s.holds_lease() && view::missing(s).is_none()
+                || s.busy_since.is_some() && to != Fact::Killed
         })
         .await;
         Ok(self.fenced(&slot))
     }
 
     /// [`Agent::fence`] for the session that writes a workspace.
-    pub async fn fence_workspace(&self, by: &Caller, workspace: &str, wish: FenceSession) -> Result<Fenced, Failure> {
+    pub async fn fence_workspace(
+        &self,
+        by: &Caller,
+        workspace: &str,
+        wish: FenceSession,
+    ) -> Result<Fenced, Failure> {
         let id = workspace_id(workspace)?;
         let writer = self.0.slots().into_iter().find(|slot| {
             let s = slot.session();
@@ -265,7 +320,10 @@ impl Agent {
         });
         match writer {
             Some(slot) => self.fence(by, slot.id, wish).await,
-            None => Err(Failure::new(Code::UnknownSession, format!("nobody writes workspace {id} on this host"))),
+            None => Err(Failure::new(
+                Code::UnknownSession,
+                format!("nobody writes workspace {id} on this host"),
+            )),
         }
     }
 
@@ -276,25 +334,45 @@ impl Agent {
     }
 
     /// Gives a fenced session a new lease and generation and lets it run on.
-    pub async fn readmit(&self, by: &Caller, id: SessionId, wish: ReadmitSession) -> Result<SessionView, Failure> {
+    pub async fn readmit(
+        &self,
+        by: &Caller,
+        id: SessionId,
+        wish: ReadmitSession,
+    ) -> Result<SessionView, Failure> {
         if wish.authorised_by.trim().is_empty() || wish.reason.trim().is_empty() {
-            return Err(Failure::new(Code::BadRequest, "a readmission wants --authorised-by NAME and --reason TEXT"));
+            return Err(Failure::new(
+                Code::BadRequest,
+                "a readmission wants --authorised-by NAME and --reason TEXT",
+            ));
         }
         let slot = self.slot(id)?;
         let (asked, who) = (Arc::clone(&slot), actor(by));
-        self.blocking(move |host| host.readmit_now(&asked, &who, &wish.authorised_by, &wish.reason)).await?;
+        self.blocking(move |host| {
+            host.readmit_now(&asked, &who, &wish.authorised_by, &wish.reason)
+        })
+        .await?;
         let settled = |inner: &Inner| inner.session.work != Some(Work::Resume);
         let (s, ok) = slot.wait_for(PATIENCE, settled).await;
         match (ok, s.state) {
             (true, State::Active) => Ok(self.session_view(&slot)),
-            (_, _) => Err(Failure::new(Code::Partial, format!("session {id} is {}: {}", s.state, s.trouble.unwrap_or_default()))),
+            (_, _) => Err(Failure::new(
+                Code::Partial,
+                format!("session {id} is {}: {}", s.state, s.trouble.unwrap_or_default()),
+            )),
         }
     }
 }
 
 impl Host {
     /// The acquisition of a readmission and the session's new record, in one transaction.
-    pub fn readmit_now(self: &Arc<Self>, slot: &Arc<Slot>, actor: &str, by: &str, reason: &str) -> Result<(), Failure> {
+    pub fn readmit_now(
+        self: &Arc<Self>,
+        slot: &Arc<Slot>,
+        actor: &str,
+        by: &str,
+        reason: &str,
+    ) -> Result<(), Failure> {
         let mut inner = slot.lock();
         let before = inner.session.clone();
         before.readmittable().map_err(|code| denied(&before, code))?;
@@ -311,6 +389,7 @@ impl Host {
             only_at: Some(before.expected.clone()),
         };
         let sent = clock::now();
+        let undo = inner.checkpoint();
         let granted = {
             let inner = &mut *inner;
             let rider = |outcome: &Result<Acquired, Refusal>| {
@@ -332,13 +411,14 @@ impl Host {
             Ok(Err(refusal)) => return Err(refusal.into()),
             Err(fault) => {
                 // What the rider stepped was not committed.
-                inner.undo(before);
+                inner.undo(undo);
                 return Err(unavailable(fault));
             }
         };
         inner.lease = LeaseClock::granted(sent, inner.session.ttl, inner.session.ends);
         self.store
-            .raise_mark(&inner.session.workspace, acquired.lease.generation)
+            .marks()
+            .raise(&inner.session.workspace, acquired.lease.generation)
             .map_err(unavailable)?;
         self.refresh_deadline(&inner);
         self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))?;
@@ -366,10 +446,17 @@ pub(super) fn denied(s: &Session, code: Code) -> Failure {
         (None, None) => String::new(),
     };
     let next = match code {
-        Code::LeaseLost => " `overfence preserved export` saves its bytes, `overfence readmit` brings it back.",
+        Code::LeaseLost => {
+            " `overfence preserved export` saves its bytes, `overfence readmit` brings it back."
+        }
         Code::Doubt => " Wait for the authority, or for the deadline.",
         _ => "",
     };
-    let kept = matches!(s.disposition, Some(Disposition::Clean)).then_some(" Nothing uncommitted is left.").unwrap_or_default();
-    Failure::new(code, format!("session {} is {}: {}{why}{kept}{next}", s.id, s.state, code.meaning()))
+    let kept = matches!(s.disposition, Some(Disposition::Clean))
+        .then_some(" Nothing uncommitted is left.")
+        .unwrap_or_default();
+    Failure::new(
+        code,
+        format!("session {} is {}: {}{why}{kept}{next}", s.id, s.state, code.meaning()),
+    )
 }

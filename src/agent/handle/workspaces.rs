@@ -7,7 +7,7 @@ use super::{Agent, PATIENCE, actor, internal, unavailable, unique, workspace_id}
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::view::word;
-use crate::authority::NewWorkspace;
+use crate::authority::{HistoryRow, NewWorkspace};
 use crate::kernel::walk::Dir;
 use crate::model::code::Code;
 use crate::model::facts::Fact;
@@ -17,13 +17,19 @@ use crate::model::journal::{Draft, Journal};
 use crate::model::lease::{Lease, LeaseState};
 use crate::model::session::Loss;
 use crate::model::step::Event;
-use crate::model::view::{CreateWorkspace, Fenced, HistoryView, LeaseView, RevokeLease, WorkspaceView};
+use crate::model::view::{
+    CreateWorkspace, Fenced, HistoryView, LeaseView, RevokeLease, WorkspaceView,
+};
 use crate::model::workspace::{Refusal, Workspace};
 use crate::upper::layer::{self, Source, Writers};
 
 impl Agent {
     /// Creates a workspace; its lowers are captured once, as its first layers.
-    pub async fn create_workspace(&self, by: &Caller, wish: CreateWorkspace) -> Result<WorkspaceView, Failure> {
+    pub async fn create_workspace(
+        &self,
+        by: &Caller,
+        wish: CreateWorkspace,
+    ) -> Result<WorkspaceView, Failure> {
         let by = by.clone();
         self.blocking(move |host| create(host, &by, wish).map(|w| host.workspace_view(&w))).await
     }
@@ -49,14 +55,7 @@ impl Agent {
         self.blocking(move |host| {
             find(host, &id)?;
             let rows = host.authority.history(&id, limit).map_err(unavailable)?;
-            let view = |row: crate::authority::HistoryRow| HistoryView {
-                at: row.at,
-                kind: row.kind,
-                generation: row.generation.0,
-                session: row.session.map(|s| s.to_string()),
-                detail: row.detail,
-            };
-            Ok(rows.into_iter().map(view).collect())
+            Ok(rows.into_iter().map(history_view).collect())
         })
         .await
     }
@@ -65,27 +64,42 @@ impl Agent {
     pub async fn leases(&self) -> Result<Vec<LeaseView>, Failure> {
         self.blocking(|host| {
             let known = host.authority.list().map_err(unavailable)?;
-            let leases = known.iter().filter_map(|w| w.lease.as_ref().map(|l| host.lease_view(w, l)));
+            let leases =
+                known.iter().filter_map(|w| w.lease.as_ref().map(|l| host.lease_view(w, l)));
             Ok(leases.collect())
         })
         .await
     }
 
     /// Takes a lease away. Its session, when it is on this host, is frozen first.
-    pub async fn revoke(&self, by: &Caller, lease: &str, wish: RevokeLease) -> Result<Fenced, Failure> {
+    pub async fn revoke(
+        &self,
+        by: &Caller,
+        lease: &str,
+        wish: RevokeLease,
+    ) -> Result<Fenced, Failure> {
         let prefix = lease.to_owned();
         let (workspace, lease) = self.blocking(move |host| find_lease(host, &prefix)).await?;
-        let reason = if wish.reason.is_empty() { "no reason given".to_owned() } else { wish.reason };
+        let reason =
+            if wish.reason.is_empty() { "no reason given".to_owned() } else { wish.reason };
         if !lease.state.may_publish() {
             let code = match lease.state {
                 LeaseState::Released => Code::LeaseReleased,
                 LeaseState::Expired => Code::LeaseExpired,
-                LeaseState::Revoked | LeaseState::Active | LeaseState::Releasing => Code::LeaseRevoked,
+                LeaseState::Revoked | LeaseState::Active | LeaseState::Releasing => {
+                    Code::LeaseRevoked
+                }
             };
-            return Err(Failure::new(code, format!("lease {} is {} already", lease.id, word(&lease.state))));
+            return Err(Failure::new(
+                code,
+                format!("lease {} is {} already", lease.id, word(&lease.state)),
+            ));
         }
         let slot = self.0.slot(lease.session).ok_or_else(|| {
-            let text = format!("lease {} of {workspace} is held by a session on another host; revoke it there", lease.id);
+            let text = format!(
+                "lease {} of {workspace} is held by a session on another host; revoke it there",
+                lease.id
+            );
             Failure::new(Code::UnknownSession, text)
         })?;
         let loss = Loss::Revoked { by: actor(by), reason };
@@ -96,10 +110,26 @@ impl Agent {
     }
 }
 
+fn history_view(row: HistoryRow) -> HistoryView {
+    let mut detail = serde_json::to_value(&row.what).unwrap_or_default();
+    let kind = detail.as_object_mut().and_then(|d| d.remove("what"));
+    let field = |name: &str| detail.get(name).cloned();
+    HistoryView {
+        at: row.time,
+        kind: kind.and_then(|k| k.as_str().map(str::to_owned)).unwrap_or_default(),
+        generation: field("generation").and_then(|g| g.as_u64()).unwrap_or(0),
+        session: field("session").and_then(|s| s.as_str().map(str::to_owned)),
+        detail,
+    }
+}
+
 /// A workspace that exists.
 pub(super) fn find(host: &Host, id: &WorkspaceId) -> Result<Workspace, Failure> {
     host.authority.get(id).map_err(unavailable)?.filter(|w| !w.deleted).ok_or_else(|| {
-        Failure::new(Code::UnknownWorkspace, format!("no workspace {id}; `overfence workspace create {id}` makes one"))
+        Failure::new(
+            Code::UnknownWorkspace,
+            format!("no workspace {id}; `overfence workspace create {id}` makes one"),
+        )
     })
 }
 
@@ -107,14 +137,15 @@ fn find_lease(host: &Host, prefix: &str) -> Result<(WorkspaceId, Lease), Failure
     let known = host.authority.list().map_err(unavailable)?;
     let leases: Vec<_> = known.into_iter().filter_map(|w| w.lease.map(|l| (w.id, l))).collect();
     let id: LeaseId = unique(prefix, "l-", leases.iter().map(|(_, l)| l.id), Code::UnknownLease)?;
-    leases
-        .into_iter()
-        .find(|(_, l)| l.id == id)
-        .ok_or_else(|| Failure::from(Code::UnknownLease))
+    leases.into_iter().find(|(_, l)| l.id == id).ok_or_else(|| Failure::from(Code::UnknownLease))
 }
 
 /// Captures the lowers, then creates the record.
-pub(super) fn create(host: &Host, by: &Caller, wish: CreateWorkspace) -> Result<Workspace, Failure> {
+pub(super) fn create(
+    host: &Host,
+    by: &Caller,
+    wish: CreateWorkspace,
+) -> Result<Workspace, Failure> {
     let bad = |e: &dyn std::fmt::Display| Failure::new(Code::BadRequest, e.to_string());
     let id = workspace_id(&wish.id)?;
     let owner = wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?;
@@ -123,16 +154,20 @@ pub(super) fn create(host: &Host, by: &Caller, wish: CreateWorkspace) -> Result<
     }
     let mut layers: Vec<Digest> = Vec::new();
     for lower in &wish.lowers {
-        let path = lower.path().ok_or_else(|| bad(&format!("{:?} is not a well-formed path", lower.0)))?;
+        let path =
+            lower.path().ok_or_else(|| bad(&format!("{:?} is not a well-formed path", lower.0)))?;
         if !path.is_absolute() {
             return Err(bad(&format!("{} is not absolute", path.display())));
         }
-        let dir = Dir::open(&path).map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
-        let captured = layer::capture(Source::Directory(dir.as_fd()), Writers::MayRun, &host.layers)
+        let dir = Dir::open(&path)
             .map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
-        layers.extend(captured.map(|c| c.diff_id));
+        let captured =
+            layer::capture(Source::Directory(dir.as_fd()), Writers::Running, &host.layers)
+                .map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
+        layers.push(captured.diff_id);
     }
-    let new = NewWorkspace { id: id.clone(), owner, contact: wish.contact, labels: wish.labels, layers };
+    let new =
+        NewWorkspace { id: id.clone(), owner, contact: wish.contact, labels: wish.labels, layers };
     let rider = |outcome: &Result<Workspace, Refusal>| {
         let entry = Draft {
             kind: "workspace_create".to_owned(),

@@ -6,7 +6,7 @@ use axum::{Json, http::StatusCode};
 use super::super::problem::{Refused, Segment, Wish};
 use super::Peer;
 use crate::agent::failure::Failure;
-use crate::agent::handle::{Agent, Permit, Sign};
+use crate::agent::handle::{Agent, Sign};
 use crate::model::code::Code;
 use crate::model::view::{
     Beat, BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened,
@@ -51,7 +51,7 @@ pub(super) async fn exec(
     State(agent): State<Agent>,
     Extension(peer): Extension<Peer>,
     Segment(prefix): Segment<String>,
-) -> Result<Json<Permit>, Refused> {
+) -> Result<Json<crate::workload::Place>, Refused> {
     if peer.caller.uid != 0 {
         let message = format!("{} is not root: only root places commands", peer.caller);
         return Err(Failure::new(Code::Denied, message).into());

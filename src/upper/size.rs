@@ -1,0 +1,44 @@
+//! How much a tree holds.
+
+use std::os::fd::AsFd as _;
+use std::path::Path;
+
+use super::Result;
+use super::tree::{Step, Walk};
+use crate::kernel::walk::Dir;
+
+/// Bytes on disk and entries below `dir`; a missing directory holds nothing.
+pub fn size(dir: &Path) -> Result<(u64, u64)> {
+    if !dir.exists() {
+        return Ok((0, 0));
+    }
+    let (mut bytes, mut entries) = (0, 0);
+    let mut walk = Walk::new(Dir::open(dir)?.as_fd())?;
+    while let Some(step) = walk.step()? {
+        let Step::Name(entry) = step else { continue };
+        let info = walk.here().stat(&entry.name)?;
+        entries += 1;
+        bytes += info.blocks * 512;
+        if info.kind.is_dir() {
+            walk.enter(&entry)?;
+        }
+    }
+    Ok((bytes, entries))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_below_is_counted_and_no_link_followed() {
+        let tmp = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(tmp.path().join("a/b")).unwrap();
+        std::fs::write(tmp.path().join("a/b/f"), vec![1; 10_000]).unwrap();
+        std::os::unix::fs::symlink("/", tmp.path().join("a/root")).unwrap();
+        let (bytes, entries) = size(tmp.path()).unwrap();
+        assert_eq!(entries, 4);
+        assert!((10_000..100_000).contains(&bytes), "{bytes}");
+        assert_eq!(size(&tmp.path().join("none")).unwrap(), (0, 0));
+    }
+}

@@ -38,6 +38,7 @@ const WAYS: &[(&str, &[&str])] = &[
     ("etc_shadow", &["ENOENT"]),
     ("agent_socket", &["ENOENT"]),
     ("abstract_socket", &["ECONNREFUSED"]),
+    ("machine_socket", &["EPERM"]),
     ("raw_disk_node", &["EPERM"]),
     ("memory_device_node", &["EPERM"]),
     ("loop_control", &["ENOENT"]),

@@ -9,6 +9,7 @@
 
 mod confinement;
 mod host;
+mod keeper;
 mod kernel_facts;
 mod main_job;
 mod rig;
@@ -26,6 +27,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("upper", upper::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),
+        ("keeper", keeper::tests()),
     ]
 }
 

@@ -10,9 +10,9 @@
 mod confinement;
 mod host;
 mod keeper;
+mod kernel_facts;
 mod main_job;
 mod rig;
-mod kernel_facts;
 mod room;
 mod upper;
 mod workload;

@@ -1,1 +1,3 @@
 //! (room being built)
+#[cfg(test)]
+mod modelcheck;

@@ -35,13 +35,16 @@ pub(super) fn on_close_asked(s: &mut Session, mode: CloseMode, key: PublicationK
     Step::go([Effect::Kill])
 }
 
-pub(super) fn on_captured(s: &mut Session, layer: Option<Digest>) -> Step {
+pub(super) fn on_captured(s: &mut Session, taken_for: PublicationKey, layer: Option<Digest>) -> Step {
     // The top layer of the expected head is replaced by this one, so "nothing changed" means the
-    // same layer as before, or an empty upper that never published.
-    let unchanged = layer == s.own_layer;
+    // same layer as before, or an empty upper that never published. While a publication is
+    // unknown, the layer before is not known either.
+    let unchanged = layer == s.own_layer && s.unknown.is_empty();
     match s.state {
         State::Active => match s.work.clone() {
-            Some(Work::Checkpoint { tainted: true, .. }) => {
+            Some(Work::Checkpoint { key, tainted: true, stage: Stage::Capturing })
+                if key == taken_for =>
+            {
                 s.work = None;
                 s.trouble = Some(
                     "the checkpoint was given up: the session was thawed by somebody else"
@@ -49,7 +52,7 @@ pub(super) fn on_captured(s: &mut Session, layer: Option<Digest>) -> Step {
                 );
                 Step::go([Effect::Thaw])
             }
-            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) => match layer {
+            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) if key == taken_for => match layer {
                 Some(layer) if !unchanged => {
                     let stage = Stage::Publishing { layer };
                     s.work = Some(Work::Checkpoint { key, stage, tainted: false });
@@ -65,14 +68,14 @@ pub(super) fn on_captured(s: &mut Session, layer: Option<Digest>) -> Step {
             }
         },
         State::Releasing => match s.work.clone() {
-            Some(Work::Close { mode, key, stage: Stage::Capturing }) => match layer {
+            Some(Work::Close { mode, key, stage: Stage::Capturing }) if key == taken_for => match layer {
                 Some(layer) if !unchanged => {
                     s.work = Some(Work::Close { mode, key, stage: Stage::Publishing { layer } });
                     Step::go([Effect::Publish { key, layer }])
                 }
                 Some(_) | None => {
-                    s.disposition = Some(Disposition::Clean);
                     s.work = Some(Work::Close { mode, key, stage: Stage::Ending });
+                    end_clean(s);
                     Step::go([Effect::Release])
                 }
             },
@@ -139,7 +142,7 @@ pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Publi
             let Some(Work::Close { stage, mode, .. }) = &mut s.work else { return Step::note() };
             *stage = Stage::Ending;
             match outcome {
-                Published::Committed { .. } => s.disposition = Some(Disposition::Clean),
+                Published::Committed { .. } => end_clean(s),
                 Published::Refused { refusal } => {
                     *mode = CloseMode::Keep;
                     s.trouble = Some(refusal.to_string());
@@ -158,6 +161,16 @@ pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Publi
         | State::Deleting
         | State::Closed
         | State::Quarantined => Step::note(),
+    }
+}
+
+/// A close published everything, or there was nothing to publish: clean, if nobody can have
+/// written since.
+fn end_clean(s: &mut Session) {
+    if writerless(s) {
+        s.disposition = Some(Disposition::Clean);
+    } else {
+        s.trouble = Some("the overlay was made writable during the close".to_owned());
     }
 }
 
@@ -185,6 +198,7 @@ pub(super) fn lost_by(refusal: &Refusal) -> Option<Loss> {
 pub(super) fn on_released(s: &mut Session) -> Step {
     match s.state {
         State::Releasing => match (&s.disposition, &s.work) {
+            (_, Some(Work::Close { stage, .. })) if *stage != Stage::Ending => Step::note(),
             (Some(Disposition::Clean), _) => begin_deleting(s, Disposition::Clean),
             (_, Some(Work::Close { mode: CloseMode::Discard, .. })) => {
                 let who = s.owner.to_string();
@@ -243,12 +257,14 @@ pub(super) fn on_writable(s: &mut Session) -> Step {
         (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => {
             Step::quiet([])
         }
+        // The lease was lost while the remount was under way.
+        (State::Fencing | State::Fenced | State::Preserved, _) => {
+            not_read_only(s);
+            Step::go([FENCE, Effect::ReadOnly])
+        }
         (
             State::Opening
             | State::Releasing
-            | State::Fencing
-            | State::Fenced
-            | State::Preserved
             | State::Deleting
             | State::Closed
             | State::Quarantined,

@@ -15,3 +15,6 @@ pub mod step;
 pub mod ticket;
 pub mod time;
 pub mod workspace;
+
+#[cfg(test)]
+mod tests;

@@ -407,7 +407,7 @@ mod removal;
 
 use fence::{
     lose, on_busy, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only, on_read_only_lost,
-    on_tick,
+    on_tick, writable_again,
 };
 use hold::{
     on_captured, on_checkpoint_asked, on_close_asked, on_published, on_readmitted, on_released,

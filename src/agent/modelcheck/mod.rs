@@ -53,6 +53,8 @@ pub struct Scope {
     pub clock: u8,
     /// Host clocks may stand still while the authority's runs on.
     pub paused: bool,
+    /// Everything else may happen between two effects of host 0, not only its crash.
+    pub fine: bool,
 }
 
 /// The model that stateright walks.
@@ -84,7 +86,9 @@ impl stateright::Model for Model {
         vec![
             Property::always("I1", |_: &Model, w: &World| w.broken != Some(Invariant::I1)),
             Property::always("I2", |_: &Model, w: &World| w.broken != Some(Invariant::I2)),
-            Property::always("I3", |_: &Model, w: &World| w.broken != Some(Invariant::I3) && w.facts_are_true()),
+            Property::always("I3", |_: &Model, w: &World| {
+                w.broken != Some(Invariant::I3) && w.facts_are_true()
+            }),
             Property::always("I4", |_: &Model, w: &World| w.broken != Some(Invariant::I4)),
             Property::always("I6", |_: &Model, w: &World| w.broken != Some(Invariant::I6)),
             Property::always("I7", |_: &Model, w: &World| w.unknown_is_kept()),
@@ -93,39 +97,158 @@ impl stateright::Model for Model {
     }
 }
 
-#[cfg(test)]
 mod tests {
-    use super::*;
     use stateright::Model as _;
 
-    fn scope() -> Scope {
-        let left = Left {
-            crashes: 1,
-            lost: 1,
-            acquisitions: 2,
-            keys: 2,
-            writes: 2,
-            ..Left::default()
-        };
-        Scope { left, clock: 4, paused: false }
+    use super::*;
+
+    fn walk(scope: Scope, bug: Option<Bug>) -> impl Checker<Model> {
+        Model { scope, bug }.checker().threads(2).spawn_bfs().join()
     }
 
-    fn check(scope: Scope, bug: Option<Bug>) {
+    /// Walks everything in the scope and says how much that was.
+    fn holds(name: &str, scope: Scope) {
         let start = std::time::Instant::now();
-        let c = Model { scope, bug }.checker().threads(2).spawn_bfs().join();
-        println!("{bug:?}: {} unique, {} states, depth {}, {:?}", c.unique_state_count(), c.state_count(), c.max_depth(), start.elapsed());
-        for (name, path) in c.discoveries() {
-            println!("{name}: {:?}", path.into_actions());
+        let seen = walk(scope, None);
+        let (states, depth) = (seen.unique_state_count(), seen.max_depth());
+        println!("{name}: {states} states, depth {depth}, {:.1?}", start.elapsed());
+        assert!(seen.is_done());
+        for (invariant, path) in seen.discoveries() {
+            panic!("{name}: {invariant} is broken by {:?}", path.into_actions());
         }
+    }
+
+    /// The planted bug is found, and by this invariant.
+    fn caught(bug: Bug, invariant: &'static str, scope: Scope) {
+        let found = Model { scope, bug: Some(bug) }
+            .checker()
+            .threads(2)
+            .finish_when(stateright::HasDiscoveries::Any)
+            .spawn_bfs()
+            .join();
+        let names: Vec<_> = found.discoveries().into_keys().collect();
+        println!("{bug:?}: {names:?} after {} states", found.unique_state_count());
+        assert!(names.contains(&invariant), "{bug:?} was caught by {names:?}");
+    }
+
+    fn scope(left: Left) -> Scope {
+        Scope { left, clock: 2, paused: false, fine: false }
+    }
+
+    /// Three generations, a publication of each host, a writer that goes on writing.
+    fn both() -> Left {
+        Left { acquisitions: 2, keys: [1, 1], writes: 1, ..Left::default() }
+    }
+
+    /// Two generations, one publication, for what needs other things beside.
+    fn small() -> Left {
+        Left { acquisitions: 1, keys: [1, 0], writes: 1, ..Left::default() }
     }
 
     #[test]
-    fn main_scope() {
-        let s = scope();
-        for (crashes, lost, keys, acquisitions) in [(0,0,1,1),(0,0,2,2),(0,1,1,2),(1,0,1,1)] {
-            let left = Left { crashes, keys, lost, acquisitions, ..s.left.clone() };
-            println!("{left:?}");
-            check(Scope { left, ..s.clone() }, None);
-        }
+    fn holds_with_a_crash_and_a_lost_answer() {
+        holds("crash, lost", scope(Left { crashes: 1, lost: 1, writes: 0, ..both() }));
+    }
+
+    #[test]
+    fn holds_with_a_crash_and_a_writer() {
+        holds("crash, write", scope(Left { crashes: 1, ..both() }));
+    }
+
+    #[test]
+    fn holds_with_a_lost_answer_and_a_writer() {
+        holds("lost, write", scope(Left { lost: 1, ..both() }));
+    }
+
+    #[test]
+    fn holds_between_any_two_effects() {
+        holds("fine", Scope { fine: true, ..scope(Left { crashes: 1, ..small() }) });
+    }
+
+    #[test]
+    fn holds_with_two_publications_of_one_session() {
+        holds("two keys", scope(Left { keys: [2, 0], lost: 1, ..small() }));
+    }
+
+    #[test]
+    fn holds_with_a_reboot_and_a_discard() {
+        holds("reboot", scope(Left { reboots: 1, discards: 1, ..small() }));
+    }
+
+    #[test]
+    fn holds_with_renewals_and_a_longer_clock() {
+        let left = Left { renewals: 1, lost: 1, keys: [0, 0], ..small() };
+        holds("renewal", Scope { clock: 4, ..scope(left) });
+    }
+
+    #[test]
+    fn holds_with_an_operator_and_foreign_hands() {
+        let left = Left { fences: 1, foreign: 1, slow: 1, busy: 1, ..small() };
+        holds("foreign", scope(Left { writes: 0, acquisitions: 0, ..left.clone() }));
+        holds("operator", scope(Left { crashes: 1, foreign: 0, keys: [0, 0], ..left }));
+    }
+
+    #[test]
+    fn holds_in_a_machine_that_was_paused() {
+        holds("paused", Scope { paused: true, ..scope(Left { lost: 1, ..small() }) });
+    }
+
+    #[test]
+    fn finds_a_generation_that_is_not_compared() {
+        caught(Bug::GenerationNotCompared, "I1", scope(both()));
+    }
+
+    #[test]
+    fn finds_a_generation_that_is_given_twice() {
+        caught(Bug::GenerationReused, "I2", scope(both()));
+    }
+
+    #[test]
+    fn finds_a_renewal_that_revives() {
+        let left = Left { renewals: 1, ..small() };
+        caught(Bug::RenewRevives, "I1", Scope { clock: 3, ..scope(left) });
+    }
+
+    #[test]
+    fn finds_a_deadline_counted_from_the_answer() {
+        let left = Left { renewals: 1, keys: [0, 0], ..small() };
+        caught(Bug::DeadlineFromAnswer, "I9", Scope { clock: 4, ..scope(left) });
+    }
+
+    #[test]
+    fn finds_a_thaw_that_does_not_ask_the_stamp() {
+        caught(Bug::ThawWithoutStamp, "I3", scope(Left { crashes: 1, ..small() }));
+    }
+
+    #[test]
+    fn finds_a_fact_ahead_of_the_kernel() {
+        caught(Bug::FactBeforeKernel, "I3", scope(Left { slow: 1, ..small() }));
+    }
+
+    #[test]
+    fn finds_an_unknown_taken_for_failed() {
+        caught(Bug::UnknownIsFailed, "I7", scope(Left { lost: 1, ..small() }));
+    }
+
+    #[test]
+    fn finds_a_clean_close_captured_while_processes_lived() {
+        let left = Left { writes: 1, ..small() };
+        caught(Bug::CleanFromLiveCapture, "I4", Scope { fine: true, ..scope(left) });
+    }
+
+    #[test]
+    fn finds_a_removal_ahead_of_its_proof() {
+        caught(Bug::RemoveBeforeGone, "I6", scope(small()));
+    }
+
+    #[test]
+    fn finds_a_writer_ahead_of_its_record() {
+        let left = Left { crashes: 1, acquisitions: 2, ..small() };
+        caught(Bug::WriterBeforeRecord, "I4", Scope { fine: true, ..scope(left) });
+    }
+
+    #[test]
+    fn finds_an_effect_ahead_of_its_record() {
+        caught(Bug::EffectBeforeRecord, "I7", scope(Left { crashes: 1, ..small() }));
     }
 }

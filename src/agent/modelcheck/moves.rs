@@ -70,6 +70,11 @@ fn keeper_acts(w: &World, h: &Host) -> bool {
 impl Model {
     /// Everything that can happen in `w`.
     pub fn moves(&self, w: &World, out: &mut Vec<Move>) {
+        let h = &w.hosts[0];
+        if !self.scope.fine && h.up && (!h.effects.is_empty() || h.saved != h.live) {
+            self.effect_moves(w, 0, out);
+            return;
+        }
         // The keeper runs at each deadline: time does not pass it by, unless the machine pauses.
         let behind = w.hosts.iter().any(|h| keeper_acts(w, h));
         if w.now < self.scope.clock && (!behind || self.scope.paused) {
@@ -90,7 +95,7 @@ impl Model {
         if k.alive && k.wish && !k.frozen {
             out.push(Move::FreezeCompletes(i));
         }
-        if k.can_write() && left.writes > 0 {
+        if k.can_write() && left.writes > 0 && i == 0 {
             out.push(Move::Write(i));
         }
         if left.foreign > 0 && k.mounted && h.up && h.notice.is_none() {
@@ -105,13 +110,13 @@ impl Model {
             match wire {
                 Wire::Renew { .. } | Wire::Publish { .. } => {
                     out.push(Move::Arrive(i, n));
-                    if left.lost > 0 {
+                    if left.lost > 0 && i == 0 {
                         out.push(Move::Lose(i, n));
                     }
                 }
                 Wire::RenewAnswer { .. } | Wire::PublishAnswer { .. } => {
                     out.push(Move::Deliver(i, n));
-                    if left.lost > 0 {
+                    if left.lost > 0 && i == 0 {
                         out.push(Move::Lose(i, n));
                     }
                 }
@@ -126,12 +131,33 @@ impl Model {
             return;
         }
         let Some(s) = &h.live else { return };
-        if left.crashes > 0 && i == 0 {
-            out.push(Move::Crash(i));
-            out.push(Move::Reboot(i));
+        self.effect_moves(w, i, out);
+        if s.holds_lease() {
+            if w.now >= h.deadline {
+                out.push(Move::Deadline(i));
+            } else if left.renewals > 0 && s.state == State::Active {
+                out.push(Move::Renew(i));
+            }
+        }
+        if h.effects.is_empty() {
+            out.push(Move::Tick(i));
         }
         if h.notice.is_some() {
             out.push(Move::Notice(i));
+        }
+    }
+
+    /// What is pending for the session, and the crash that may come between any two effects.
+    fn effect_moves(&self, w: &World, i: usize, out: &mut Vec<Move>) {
+        let (h, left) = (&w.hosts[i], &w.left);
+        if h.live.is_none() {
+            return;
+        }
+        if left.crashes > 0 && i == 0 {
+            out.push(Move::Crash(i));
+        }
+        if left.reboots > 0 && i == 0 {
+            out.push(Move::Reboot(i));
         }
         let saved = h.saved == h.live;
         let front = h.effects.first();
@@ -154,23 +180,10 @@ impl Model {
             if left.slow > 0 && matches!(effect, Effect::Freeze { .. }) && h.kernel.alive {
                 out.push(Move::Perform(i, Outcome::Slow));
             }
-            if left.busy > 0
-                && *effect == Effect::ReadOnly
-                && h.kernel.alive
-                && !h.kernel.read_only
+            if left.busy > 0 && *effect == Effect::ReadOnly && h.kernel.alive && !h.kernel.read_only
             {
                 out.push(Move::Perform(i, Outcome::Busy));
             }
-        }
-        if s.holds_lease() {
-            if w.now >= h.deadline {
-                out.push(Move::Deadline(i));
-            } else if left.renewals > 0 && s.state == State::Active {
-                out.push(Move::Renew(i));
-            }
-        }
-        if front.is_none() {
-            out.push(Move::Tick(i));
         }
     }
 
@@ -182,7 +195,7 @@ impl Model {
         let Some(s) = &h.live else {
             if left.acquisitions > 0 {
                 out.push(Move::Open(i));
-                if left.lost > 0 {
+                if left.lost > 0 && i == 0 {
                     out.push(Move::OpenLost(i));
                 }
             }
@@ -190,7 +203,7 @@ impl Model {
         };
         if left.acquisitions > 0 && s.readmittable().is_ok() {
             out.push(Move::Readmit(i));
-            if left.lost > 0 {
+            if left.lost > 0 && i == 0 {
                 out.push(Move::ReadmitLost(i));
             }
         }
@@ -200,7 +213,7 @@ impl Model {
         if left.discards > 0 && matches!(s.state, State::Fenced | State::Preserved) {
             out.push(Move::Discard(i));
         }
-        if left.keys > 0 && s.may_start_work().is_ok() && s.work.is_none() {
+        if left.keys[i] > 0 && s.may_start_work().is_ok() && s.work.is_none() {
             out.push(Move::Checkpoint(i));
             out.push(Move::Close(i));
         }
@@ -256,7 +269,7 @@ impl Model {
                 crash(&mut w.hosts[i]);
             }
             Move::Reboot(i) => {
-                w.left.crashes -= 1;
+                w.left.reboots -= 1;
                 let h = &mut w.hosts[i];
                 crash(h);
                 h.boot += 1;
@@ -316,11 +329,11 @@ impl Model {
                 w.feed(i, Event::Disposed { disposition }, self.bug);
             }
             Move::Checkpoint(i) => {
-                let key = self.key(&mut w);
+                let key = key(&mut w, i);
                 w.feed(i, Event::CheckpointAsked { key }, self.bug);
             }
             Move::Close(i) => {
-                let key = self.key(&mut w);
+                let key = key(&mut w, i);
                 let h = &mut w.hosts[i];
                 if self.bug == Some(Bug::CleanFromLiveCapture) {
                     h.early = Some(h.kernel.content);
@@ -339,11 +352,6 @@ impl Model {
         }
         w.persist(1);
         (w != *before).then_some(w)
-    }
-
-    fn key(&self, w: &mut World) -> PublicationKey {
-        w.left.keys -= 1;
-        PublicationKey::from_u128(w.left.keys.into())
     }
 
     /// Does the first pending effect. The answer is fed in before the next effect starts.
@@ -525,9 +533,10 @@ impl Model {
         // The agent's memory of the deadline is the keeper's entry.
         let entry = h.entry.filter(|(g, _)| *g == s.generation);
         h.deadline = entry.map_or(0, |(_, d)| d);
-        let agrees = w.workspace.live_lease(&instant).is_some_and(|l| {
-            l.id == s.lease && l.generation == s.generation
-        });
+        let agrees = w
+            .workspace
+            .live_lease(&instant)
+            .is_some_and(|l| l.id == s.lease && l.generation == s.generation);
         let lease_good = entry.is_some_and(|(_, d)| now < d) && agrees;
         // What changed while nobody watched is observed before anything is decided.
         let k = &w.hosts[i].kernel;
@@ -541,9 +550,10 @@ impl Model {
             w.feed(i, Event::ReadOnlyLost { seen: String::new() }, self.bug);
         }
         let fence_stamped = same_boot
-            && w.hosts[i].kernel.stamp.is_some_and(|(p, g)| {
-                p == Purpose::Fence && g == s.generation
-            });
+            && w.hosts[i]
+                .kernel
+                .stamp
+                .is_some_and(|(p, g)| p == Purpose::Fence && g == s.generation);
         let found = Found { boot: boot(w.hosts[i].boot), lease_good, fence_stamped };
         w.feed(i, Event::Recovered(found), self.bug);
         Some(())
@@ -678,6 +688,11 @@ impl Model {
     }
 }
 
+fn key(w: &mut World, i: usize) -> PublicationKey {
+    w.left.keys[i] -= 1;
+    PublicationKey::from_u128(10 * i as u128 + u128::from(w.left.keys[i]))
+}
+
 /// A fence's stamp is not overwritten by a weaker one of the same generation.
 fn stamp(h: &mut Host, purpose: Purpose, generation: Generation) {
     let keep = matches!(h.kernel.stamp, Some((p, g))
@@ -716,4 +731,3 @@ fn crash(h: &mut Host) {
         Wire::RenewAnswer { .. } | Wire::PublishAnswer { .. } => false,
     });
 }
-

@@ -82,9 +82,10 @@ impl<T> Hash for Shared<T> {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Left {
     pub crashes: u8,
+    pub reboots: u8,
     pub lost: u8,
     pub acquisitions: u8,
-    pub keys: u8,
+    pub keys: [u8; 2],
     pub renewals: u8,
     pub fences: u8,
     pub discards: u8,
@@ -318,6 +319,7 @@ impl World {
             alive: true,
             mounted: true,
             directory: true,
+            content: 1,
             runs_under: s.generation,
             ..Kernel::default()
         };
@@ -379,9 +381,8 @@ impl World {
     /// A key reported failed is never committed; a key sent is known until its outcome is.
     pub fn unknown_is_kept(&self) -> bool {
         self.hosts.iter().all(|h| {
-            let committed = |k: &PublicationKey| {
-                matches!(self.keys.get(k), Some(KeyState::Committed { .. }))
-            };
+            let committed =
+                |k: &PublicationKey| matches!(self.keys.get(k), Some(KeyState::Committed { .. }));
             let Some(s) = h.live.as_ref().or(h.saved.as_ref()) else { return true };
             let offered = match s.work {
                 Some(

@@ -207,17 +207,17 @@ fn settle(s: &mut Session) -> Step {
     Step::go([Effect::Show])
 }
 
+/// The overlay of a lost session is writable. In FENCING read-only is tried by itself, once
+/// `frozen` is proved.
+pub(super) fn writable_again(s: &mut Session) -> Step {
+    not_read_only(s);
+    let retry = (s.state != State::Fencing).then_some(Effect::ReadOnly);
+    Step::go([FENCE].into_iter().chain(retry))
+}
+
 pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
     match s.state {
-        State::Fenced | State::Preserved => {
-            not_read_only(s);
-            Step::go([FENCE, Effect::ReadOnly])
-        }
-        // Read-only is tried once `frozen` is proved.
-        State::Fencing => {
-            not_read_only(s);
-            Step::go([FENCE])
-        }
+        State::Fencing | State::Fenced | State::Preserved => writable_again(s),
         // The close can no longer end clean; what it published stays published.
         State::Releasing => {
             not_read_only(s);

@@ -35,7 +35,11 @@ pub(super) fn on_close_asked(s: &mut Session, mode: CloseMode, key: PublicationK
     Step::go([Effect::Kill])
 }
 
-pub(super) fn on_captured(s: &mut Session, taken_for: PublicationKey, layer: Option<Digest>) -> Step {
+pub(super) fn on_captured(
+    s: &mut Session,
+    taken_for: PublicationKey,
+    layer: Option<Digest>,
+) -> Step {
     // The top layer of the expected head is replaced by this one, so "nothing changed" means the
     // same layer as before, or an empty upper that never published. While a publication is
     // unknown, the layer before is not known either.
@@ -52,33 +56,38 @@ pub(super) fn on_captured(s: &mut Session, taken_for: PublicationKey, layer: Opt
                 );
                 Step::go([Effect::Thaw])
             }
-            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) if key == taken_for => match layer {
-                Some(layer) if !unchanged => {
-                    let stage = Stage::Publishing { layer };
-                    s.work = Some(Work::Checkpoint { key, stage, tainted: false });
-                    Step::go([Effect::Thaw, Effect::Publish { key, layer }])
+            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) if key == taken_for => {
+                match layer {
+                    Some(layer) if !unchanged => {
+                        let stage = Stage::Publishing { layer };
+                        s.work = Some(Work::Checkpoint { key, stage, tainted: false });
+                        Step::go([Effect::Thaw, Effect::Publish { key, layer }])
+                    }
+                    Some(_) | None => {
+                        s.work = None;
+                        Step::go([Effect::Thaw])
+                    }
                 }
-                Some(_) | None => {
-                    s.work = None;
-                    Step::go([Effect::Thaw])
-                }
-            },
+            }
             Some(Work::Checkpoint { .. } | Work::Close { .. } | Work::Resume) | None => {
                 Step::quiet([])
             }
         },
         State::Releasing => match s.work.clone() {
-            Some(Work::Close { mode, key, stage: Stage::Capturing }) if key == taken_for => match layer {
-                Some(layer) if !unchanged => {
-                    s.work = Some(Work::Close { mode, key, stage: Stage::Publishing { layer } });
-                    Step::go([Effect::Publish { key, layer }])
+            Some(Work::Close { mode, key, stage: Stage::Capturing }) if key == taken_for => {
+                match layer {
+                    Some(layer) if !unchanged => {
+                        s.work =
+                            Some(Work::Close { mode, key, stage: Stage::Publishing { layer } });
+                        Step::go([Effect::Publish { key, layer }])
+                    }
+                    Some(_) | None => {
+                        s.work = Some(Work::Close { mode, key, stage: Stage::Ending });
+                        end_clean(s);
+                        Step::go([Effect::Release])
+                    }
                 }
-                Some(_) | None => {
-                    s.work = Some(Work::Close { mode, key, stage: Stage::Ending });
-                    end_clean(s);
-                    Step::go([Effect::Release])
-                }
-            },
+            }
             Some(Work::Close { .. } | Work::Checkpoint { .. } | Work::Resume) | None => {
                 Step::quiet([])
             }
@@ -258,10 +267,7 @@ pub(super) fn on_writable(s: &mut Session) -> Step {
             Step::quiet([])
         }
         // The lease was lost while the remount was under way.
-        (State::Fencing | State::Fenced | State::Preserved, _) => {
-            not_read_only(s);
-            Step::go([FENCE, Effect::ReadOnly])
-        }
+        (State::Fencing | State::Fenced | State::Preserved, _) => writable_again(s),
         (
             State::Opening
             | State::Releasing

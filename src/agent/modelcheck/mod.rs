@@ -51,6 +51,10 @@ pub struct Scope {
     pub left: Left,
     /// Last instant of the clock.
     pub clock: u8,
+    /// How long a grant lasts.
+    pub ttl: u8,
+    /// Host 0 has no session at first.
+    pub empty: bool,
     /// Host clocks may stand still while the authority's runs on.
     pub paused: bool,
     /// Everything else may happen between two effects of host 0, not only its crash.
@@ -69,7 +73,7 @@ impl stateright::Model for Model {
     type Action = Move;
 
     fn init_states(&self) -> Vec<World> {
-        vec![World::new(self.scope.left.clone())]
+        vec![World::new(self.scope.left.clone(), self.scope.ttl, self.scope.empty)]
     }
 
     fn actions(&self, w: &World, out: &mut Vec<Move>) {
@@ -132,7 +136,7 @@ mod tests {
     }
 
     fn scope(left: Left) -> Scope {
-        Scope { left, clock: 2, paused: false, fine: false }
+        Scope { left, clock: 2, ttl: 2, empty: false, paused: false, fine: false }
     }
 
     /// Three generations, a publication of each host, a writer that goes on writing.
@@ -176,9 +180,15 @@ mod tests {
     }
 
     #[test]
+    fn holds_while_a_session_opens() {
+        let left = Left { crashes: 1, lost: 1, fences: 1, ..small() };
+        holds("opening", Scope { empty: true, ..scope(left) });
+    }
+
+    #[test]
     fn holds_with_renewals_and_a_longer_clock() {
         let left = Left { renewals: 1, lost: 1, keys: [0, 0], ..small() };
-        holds("renewal", Scope { clock: 4, ..scope(left) });
+        holds("renewal", Scope { clock: 5, ttl: 3, ..scope(left) });
     }
 
     #[test]
@@ -212,7 +222,7 @@ mod tests {
     #[test]
     fn finds_a_deadline_counted_from_the_answer() {
         let left = Left { renewals: 1, keys: [0, 0], ..small() };
-        caught(Bug::DeadlineFromAnswer, "I9", Scope { clock: 4, ..scope(left) });
+        caught(Bug::DeadlineFromAnswer, "I9", Scope { clock: 4, ttl: 3, ..scope(left) });
     }
 
     #[test]
@@ -243,8 +253,8 @@ mod tests {
 
     #[test]
     fn finds_a_writer_ahead_of_its_record() {
-        let left = Left { crashes: 1, acquisitions: 2, ..small() };
-        caught(Bug::WriterBeforeRecord, "I4", Scope { fine: true, ..scope(left) });
+        let left = Left { crashes: 1, ..small() };
+        caught(Bug::WriterBeforeRecord, "I4", Scope { empty: true, ..scope(left) });
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What can happen next: the executor's rules, the keeper, the kernel, the network and people.
 
-use super::world::{Host, Invariant, MARGIN, Shared, TTL, Wire, World, boot, layer, proof};
+use super::world::{Host, Invariant, MARGIN, Shared, Wire, World, boot, layer, proof};
 use super::{Bug, Model};
 use crate::model::code::Code;
 use crate::model::facts::{Fact, Holder};
@@ -239,6 +239,7 @@ impl Model {
                 stamp(h, Purpose::Deadline, generation);
                 h.kernel.wish = true;
                 h.kernel.frozen = true;
+                h.kernel.meddled = false;
                 h.kernel.fenced = h.kernel.fenced.max(generation);
             }
             Move::FreezeCompletes(i) => w.hosts[i].kernel.frozen = true,
@@ -250,6 +251,7 @@ impl Model {
                 w.left.foreign -= 1;
                 w.hosts[i].kernel.wish = false;
                 w.hosts[i].kernel.frozen = false;
+                w.hosts[i].kernel.meddled = true;
                 w.hosts[i].notice = Some(Event::ForeignThaw { seen: String::new() });
             }
             Move::ForeignRemount(i) => {
@@ -302,7 +304,7 @@ impl Model {
                 w.left.acquisitions -= 1;
                 let at = w.hosts[i].live.as_ref()?.expected.clone();
                 let got = w.acquire(i, Some(at), self.bug)?;
-                w.hosts[i].deadline = w.now + TTL - MARGIN;
+                w.hosts[i].deadline = w.now + w.ttl - MARGIN;
                 let event = Event::Readmitted {
                     lease: got.lease.id,
                     generation: got.lease.generation,
@@ -408,6 +410,7 @@ impl Model {
                     return Some(Event::FreezeLate { blockers: Vec::new() });
                 }
                 h.kernel.frozen = true;
+                h.kernel.meddled = false;
                 Some(Event::Frozen { proof: proof() })
             }
             Effect::Thaw => self.thaw(w, i, s.generation).or_else(|| Some(failed())),
@@ -626,7 +629,7 @@ impl Model {
     fn deliver(&self, w: &mut World, i: usize, n: usize) {
         match w.hosts[i].wire.remove(n) {
             Wire::RenewAnswer { sent, granted } => {
-                let now = w.now;
+                let (now, ttl) = (w.now, w.ttl);
                 let h = &mut w.hosts[i];
                 let Some(s) = &h.live else { return };
                 if !s.holds_lease() {
@@ -642,7 +645,7 @@ impl Model {
                 } else {
                     let late = self.bug == Some(Bug::DeadlineFromAnswer);
                     let from = if late { now } else { sent };
-                    h.deadline = h.deadline.max(from + TTL - MARGIN);
+                    h.deadline = h.deadline.max(from + ttl - MARGIN);
                     h.entry = Some((s.generation, h.deadline));
                     w.feed(i, Event::Renewed, self.bug);
                 }

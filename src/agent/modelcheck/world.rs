@@ -21,9 +21,7 @@ use crate::model::step::{Effect, Event, Purpose, Step, step};
 use crate::model::time::{BootInstant, BootNs};
 use crate::model::workspace::{Acquire, Acquired, KeyState, Publish, Refusal, Workspace};
 
-/// A grant lasts this long on the authority's clock.
-pub const TTL: u8 = 2;
-/// The local deadline comes this much earlier.
+/// The local deadline comes this much ahead of the end of a grant.
 pub const MARGIN: u8 = 1;
 
 /// What must hold in every state.
@@ -115,9 +113,17 @@ pub struct Kernel {
     pub runs_under: Generation,
     /// The highest generation that was fenced here; nothing may thaw it.
     pub fenced: Generation,
+    /// Root thawed it by hand; the next freeze ends that.
+    pub meddled: bool,
 }
 
 impl Kernel {
+    /// The command starts, and writes at once.
+    pub fn start(&mut self) {
+        self.started = true;
+        self.content = self.content.max(1);
+    }
+
     pub fn can_write(&self) -> bool {
         self.alive && self.started && self.mounted && !self.frozen && !self.read_only
     }
@@ -164,6 +170,8 @@ pub struct Host {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct World {
     pub now: u8,
+    /// A grant lasts this long on the authority's clock.
+    pub ttl: u8,
     pub workspace: Shared<Workspace>,
     pub keys: BTreeMap<PublicationKey, KeyState>,
     pub hosts: [Host; 2],
@@ -195,11 +203,13 @@ pub fn owner() -> Owner {
 }
 
 impl World {
-    /// Host 0 runs a session under generation 1; host 1 wants the workspace.
-    pub fn new(left: Left) -> Self {
+    /// Host 0 runs a session under generation 1, or, when `empty`, has none yet; host 1 wants the
+    /// workspace.
+    pub fn new(left: Left, ttl: u8, empty: bool) -> Self {
         let id: WorkspaceId = "w".parse().unwrap();
         let mut world = Self {
             now: 0,
+            ttl,
             workspace: Shared::new(Workspace::new(id, owner(), None)),
             keys: BTreeMap::new(),
             hosts: [Host { up: true, ..Host::default() }, Host { up: true, ..Host::default() }],
@@ -207,6 +217,9 @@ impl World {
             lapsed: BTreeSet::new(),
             broken: None,
         };
+        if empty {
+            return world;
+        }
         let got = world.acquire(0, None, None).expect("a new workspace is free");
         world.admit(0, got);
         world.hosts[0].effects.clear();
@@ -221,7 +234,7 @@ impl World {
         let h = &mut self.hosts[host];
         h.saved.clone_from(&h.live);
         if h.saved.as_ref().is_some_and(|s| s.state == State::Active) && h.kernel.mounted {
-            h.kernel.started = true;
+            h.kernel.start();
         }
     }
 
@@ -251,7 +264,7 @@ impl World {
             host: HostId::from_u128(host as u128),
             session: SessionId::from_u128(host as u128),
             holder: HolderKind::Beat,
-            ttl: Duration::from_nanos(TTL.into()),
+            ttl: Duration::from_nanos(self.ttl.into()),
             max_lifetime: Duration::from_secs(1),
             force: None,
             only_at,
@@ -280,7 +293,7 @@ impl World {
             lease: id,
             generation,
             holder: HolderKind::Beat,
-            ttl: Duration::from_nanos(TTL.into()),
+            ttl: Duration::from_nanos(self.ttl.into()),
             ends: BootNs(0),
             base: got.at.clone(),
             expected: got.at,
@@ -302,7 +315,7 @@ impl World {
             tries: 0,
             trouble: None,
         });
-        let deadline = self.now + TTL - MARGIN;
+        let deadline = self.now + self.ttl - MARGIN;
         let h = &mut self.hosts[host];
         h.live = Some(record.clone());
         h.saved = Some(record);
@@ -319,7 +332,6 @@ impl World {
             alive: true,
             mounted: true,
             directory: true,
-            content: 1,
             runs_under: s.generation,
             ..Kernel::default()
         };
@@ -345,7 +357,7 @@ impl World {
         let mut s = Session::clone(live);
         let before = s.generation;
         if bug == Some(Bug::WriterBeforeRecord) && event == Event::Opened {
-            h.kernel.started = true;
+            h.kernel.start();
         }
         let Step { effects, .. } = step(&mut s, &event);
         let after = s.generation;
@@ -404,7 +416,9 @@ impl World {
                     l.generation == g && l.state.may_publish() && l.expires.passed(&self.instant())
                 })
         };
-        self.hosts.iter().all(|h| !(h.kernel.can_write() && lapsed(h.kernel.runs_under)))
+        self.hosts
+            .iter()
+            .all(|h| h.kernel.meddled || !(h.kernel.can_write() && lapsed(h.kernel.runs_under)))
     }
 
     /// Whether every write into the upper of `host` is in a committed layer, or was given up.

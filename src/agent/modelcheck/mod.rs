@@ -2,7 +2,7 @@
 //! authority, crashes, lost and late answers, deadlines, a writer that writes whenever the kernel
 //! lets it. Every interleaving within a scope is walked; a planted bug must be found.
 //!
-//! What the executor must do is written down in `moves.rs` as it is modelled:
+//! What the executor must do is written down in `executor.rs` as it is modelled:
 //! - an irreversible effect is done only after the record was persisted; others may come before;
 //! - the effects of one session are done one at a time and each answer is heard before the next
 //!   starts; only requests to the authority are on their way meanwhile;
@@ -10,6 +10,7 @@
 //! - a thaw asks the stamp and the deadline; an answer to a renewal after the deadline is a loss;
 //! - a start observes what changed (thawed, made writable) before it says `Recovered`.
 
+mod executor;
 mod moves;
 mod world;
 
@@ -127,7 +128,7 @@ mod tests {
         let found = Model { scope, bug: Some(bug) }
             .checker()
             .threads(2)
-            .finish_when(stateright::HasDiscoveries::Any)
+            .finish_when(stateright::HasDiscoveries::AnyOf([invariant].into()))
             .spawn_bfs()
             .join();
         let names: Vec<_> = found.discoveries().into_keys().collect();

@@ -24,7 +24,7 @@ use crate::model::workspace::{Acquire, Acquired, KeyState, Publish, Refusal, Wor
 /// The local deadline comes this much ahead of the end of a grant.
 pub const MARGIN: u8 = 1;
 
-/// What must hold in every state.
+/// Which property an action broke; the others are read off the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Invariant {
     /// One publisher.
@@ -37,10 +37,6 @@ pub enum Invariant {
     I4,
     /// Nothing is removed before the superblock is gone.
     I6,
-    /// Unknown is not failed, and not forgotten.
-    I7,
-    /// A writer is stopped by the local deadline, before the authority lets the lease lapse.
-    I9,
 }
 
 /// A shared value whose hash is taken once: a state has many successors that leave it as it is.

@@ -9,10 +9,12 @@
 
 mod confinement;
 mod host;
+mod keeper;
+mod kernel_facts;
 mod main_job;
 mod rig;
-mod upper;
 mod room;
+mod upper;
 mod workload;
 
 use host::Test;
@@ -21,9 +23,11 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
+        ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),
+        ("keeper", keeper::tests()),
     ]
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use overfence::agent::Sign;
 use overfence::model::code::Code;
 use overfence::model::session::CloseMode;
-use overfence::model::view::{CloseSession, ExportSession, FenceSession, ReadmitSession};
+use overfence::model::view::{CloseSession, ExportSession, FenceSession, Opened, ReadmitSession};
 
 use crate::host::{Place, Test};
 use crate::rig::{ROOT, has, merged, until, wish, with_agent, writer};
@@ -23,13 +23,25 @@ pub fn tests() -> Vec<Test> {
     ]
 }
 
+/// Writes until a file `pause` is there, so that a test can be sure that no descriptor is open.
+const PAUSABLE: &str = "while :; do [ -e pause ] || echo x >> log; sleep 0.01; done";
 const SOON: Duration = Duration::from_secs(5);
+
+async fn pause(of: &Opened) {
+    let log = merged(of).join("log");
+    while !log.exists() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    std::fs::write(merged(of).join("pause"), "").unwrap();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+}
 
 fn silent(place: &Place) {
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 1000)).await.unwrap();
         assert_eq!(a.session.generation, 1);
-        let mut child = writer(&a.session, "while :; do echo x >> log; done");
+        let mut child = writer(&a.session, PAUSABLE);
+        pause(&a).await;
         let a_view = until(&agent, &a.session.id, SOON, |v| has(v, "read-only")).await;
         assert!(has(&a_view, "frozen"), "{a_view:#?}");
         assert_eq!(a_view.state, "PRESERVED");
@@ -50,7 +62,14 @@ fn silent(place: &Place) {
         assert!(history.iter().any(|h| h.kind == "refused"), "{history:#?}");
         agent.discard(&ROOT, a.session.id.parse().unwrap()).await.unwrap();
         child.wait().unwrap();
-        agent.close(&ROOT, b.session.id.parse().unwrap(), CloseSession { mode: Some(CloseMode::Checkpoint) }).await.unwrap();
+        agent
+            .close(
+                &ROOT,
+                b.session.id.parse().unwrap(),
+                CloseSession { mode: Some(CloseMode::Checkpoint) },
+            )
+            .await
+            .unwrap();
         assert!(agent.sessions().await.unwrap().is_empty());
         let report = agent.evidence_verify().await.unwrap();
         assert!(report.ok, "{report:?}");
@@ -63,15 +82,21 @@ fn busy(place: &Place) {
         let a = agent.open(&ROOT, wish("w", "a", 60_000)).await.unwrap();
         let mut child = writer(&a.session, "exec 3>held; while :; do echo x >&3; sleep 0.01; done");
         tokio::time::sleep(Duration::from_millis(100)).await;
-        let fence = FenceSession { wait_ms: Some(5000), reason: "test".into(), ..FenceSession::default() };
+        let fence =
+            FenceSession { wait_ms: Some(5000), reason: "test".into(), ..FenceSession::default() };
         let fenced = agent.fence(&ROOT, a.session.id.parse().unwrap(), fence).await.unwrap();
         assert_eq!(fenced.result, "effective");
         let view = until(&agent, &a.session.id, SOON, |v| !v.holders.is_empty()).await;
         assert!(has(&view, "frozen") && !has(&view, "read-only"), "{view:#?}");
         assert_eq!(view.missing.as_deref(), Some("read-only"));
-        let holder = view.holders.iter().find(|h| h.pid == child.id()).expect("the writer is named");
+        let holder =
+            view.holders.iter().find(|h| h.pid == child.id()).expect("the writer is named");
         assert!(holder.inside && holder.how == "descriptor", "{holder:?}");
-        let kill = FenceSession { to: Some(overfence::model::facts::Fact::Killed), wait_ms: Some(5000), ..FenceSession::default() };
+        let kill = FenceSession {
+            to: Some(overfence::model::facts::Fact::Killed),
+            wait_ms: Some(5000),
+            ..FenceSession::default()
+        };
         agent.fence(&ROOT, a.session.id.parse().unwrap(), kill).await.unwrap();
         let view = until(&agent, &a.session.id, SOON, |v| has(v, "read-only")).await;
         assert!(has(&view, "killed"), "{view:#?}");
@@ -83,17 +108,26 @@ fn busy(place: &Place) {
 fn thawed(place: &Place) {
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 60_000)).await.unwrap();
-        let mut child = writer(&a.session, "while :; do echo x >> log; sleep 0.001; done");
+        let mut child = writer(&a.session, PAUSABLE);
         tokio::time::sleep(Duration::from_millis(50)).await;
-        agent.fence(&ROOT, a.session.id.parse().unwrap(), FenceSession { wait_ms: Some(5000), ..FenceSession::default() }).await.unwrap();
+        agent
+            .fence(
+                &ROOT,
+                a.session.id.parse().unwrap(),
+                FenceSession { wait_ms: Some(5000), ..FenceSession::default() },
+            )
+            .await
+            .unwrap();
         let view = until(&agent, &a.session.id, SOON, |v| has(v, "read-only")).await;
         let cgroup = view.cgroup.path().unwrap();
         std::fs::write(cgroup.join("cgroup.freeze"), "0").unwrap();
         let begun = std::time::Instant::now();
         loop {
-            let entries = agent.evidence(0, 1000, Some(a.session.id.parse().unwrap())).await.unwrap();
+            let entries =
+                agent.evidence(0, 1000, Some(a.session.id.parse().unwrap())).await.unwrap();
             let seen = entries.iter().any(|e| e.draft.detail["event"]["event"] == "foreign_thaw");
-            let frozen = std::fs::read_to_string(cgroup.join("cgroup.events")).unwrap().contains("frozen 1");
+            let frozen =
+                std::fs::read_to_string(cgroup.join("cgroup.events")).unwrap().contains("frozen 1");
             if seen && frozen {
                 break;
             }
@@ -117,12 +151,22 @@ fn publishes(place: &Place) {
         // A later checkpoint of the same session replaces its own layer.
         let second = agent.checkpoint(&ROOT, id).await.unwrap();
         assert_eq!((second.at.head.0.len(), second.at.version.0), (1, 2));
-        let view = agent.close(&ROOT, id, CloseSession { mode: Some(CloseMode::Checkpoint) }).await.unwrap();
+        let view = agent
+            .close(&ROOT, id, CloseSession { mode: Some(CloseMode::Checkpoint) })
+            .await
+            .unwrap();
         assert_eq!(view.state, "CLOSED");
         let b = agent.open(&ROOT, wish("w", "b", 60_000)).await.unwrap();
         assert_eq!(std::fs::read_to_string(merged(&b).join("one")).unwrap(), "1");
         std::fs::remove_file(merged(&b).join("one")).unwrap();
-        agent.close(&ROOT, b.session.id.parse().unwrap(), CloseSession { mode: Some(CloseMode::Checkpoint) }).await.unwrap();
+        agent
+            .close(
+                &ROOT,
+                b.session.id.parse().unwrap(),
+                CloseSession { mode: Some(CloseMode::Checkpoint) },
+            )
+            .await
+            .unwrap();
         let c = agent.open(&ROOT, wish("w", "c", 60_000)).await.unwrap();
         assert!(!merged(&c).join("one").exists());
         assert_eq!(std::fs::read_to_string(merged(&c).join("two")).unwrap(), "2");
@@ -134,11 +178,14 @@ fn readmit(place: &Place) {
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 2000)).await.unwrap();
         let id = a.session.id.parse().unwrap();
-        let mut child = writer(&a.session, "while :; do echo x >> log; sleep 0.001; done");
+        let mut child = writer(&a.session, PAUSABLE);
+        pause(&a).await;
         until(&agent, &a.session.id, SOON, |v| has(v, "read-only")).await;
-        let wish = ReadmitSession { authorised_by: "ann".into(), reason: "it was on holiday".into() };
+        let wish =
+            ReadmitSession { authorised_by: "ann".into(), reason: "it was on holiday".into() };
         let view = agent.readmit(&ROOT, id, wish).await.unwrap();
         assert_eq!((view.state.as_str(), view.generation), ("ACTIVE", 2));
+        std::fs::remove_file(merged(&a).join("pause")).unwrap();
         let log = a.session.upper.path().unwrap().join("log");
         let size = std::fs::metadata(&log).unwrap().len();
         tokio::time::sleep(Duration::from_millis(200)).await;
@@ -154,11 +201,13 @@ fn dispose(place: &Place) {
         let a = agent.open(&ROOT, wish("w", "a", 60_000)).await.unwrap();
         let id = a.session.id.parse().unwrap();
         std::fs::write(merged(&a).join("work"), "precious").unwrap();
-        let kept = agent.close(&ROOT, id, CloseSession { mode: Some(CloseMode::Keep) }).await.unwrap();
+        let kept =
+            agent.close(&ROOT, id, CloseSession { mode: Some(CloseMode::Keep) }).await.unwrap();
         assert_eq!(kept.state, "PRESERVED");
         let preserved = agent.preserved().await.unwrap();
         assert_eq!((preserved.len(), preserved[0].entries), (1, 1));
-        let made = agent.export(&ROOT, id, ExportSession { dest: None, dispose: true }).await.unwrap();
+        let made =
+            agent.export(&ROOT, id, ExportSession { dest: None, dispose: true }).await.unwrap();
         assert!(made.verified && made.stable);
         let bundle = overfence::upper::bundle::verify(&made.path.path().unwrap()).unwrap();
         assert_eq!(bundle.manifest, made.digest);
@@ -171,7 +220,11 @@ fn dispose(place: &Place) {
 }
 
 fn cgroups(place: &Place) -> usize {
-    std::fs::read_dir(place.cgroup.join("sessions")).unwrap().flatten().filter(|e| e.file_type().unwrap().is_dir()).count()
+    std::fs::read_dir(place.cgroup.join("sessions"))
+        .unwrap()
+        .flatten()
+        .filter(|e| e.file_type().unwrap().is_dir())
+        .count()
 }
 
 fn close_modes(place: &Place) {

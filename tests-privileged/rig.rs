@@ -31,7 +31,8 @@ pub fn config(place: &Place) -> Config {
 
 /// Runs `body` with an agent.
 pub fn with_agent<F: Future<Output = ()>>(place: &Place, body: impl FnOnce(Agent) -> F) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
         let (agent, mut sockets) = agent::start(config(place)).await.unwrap();
         let served = agent.clone();
@@ -62,7 +63,12 @@ pub fn writer(session: &SessionView, script: &str) -> Child {
     Command::new("/bin/sh")
         .arg("-c")
         .arg("echo $$ > \"$1\" && cd \"$2\" && eval \"$3\"")
-        .args(["sh".as_ref(), procs.as_os_str(), session.merged.path().unwrap().as_os_str(), script.as_ref()])
+        .args([
+            "sh".as_ref(),
+            procs.as_os_str(),
+            session.merged.path().unwrap().as_os_str(),
+            script.as_ref(),
+        ])
         .stdin(Stdio::null())
         .spawn()
         .unwrap()
@@ -74,7 +80,12 @@ pub fn merged(opened: &Opened) -> PathBuf {
 }
 
 /// Asks until the answer fits; panics after `limit`.
-pub async fn until(agent: &Agent, id: &str, limit: Duration, fits: impl Fn(&SessionView) -> bool) -> SessionView {
+pub async fn until(
+    agent: &Agent,
+    id: &str,
+    limit: Duration,
+    fits: impl Fn(&SessionView) -> bool,
+) -> SessionView {
     let begun = Instant::now();
     let id = id.parse().unwrap();
     loop {

@@ -2,7 +2,7 @@
 //! gives back what was answered as events; none decides anything.
 
 use std::os::fd::AsFd as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use crate::model::ids::PublicationKey;
 use crate::model::journal::Journal;
 use crate::model::lease::LeaseState;
 use crate::model::session::{Loss, Session, State};
-use crate::model::step::{Effect, Event, Published};
+use crate::model::step::{Effect, Event, Published, Purpose};
 use crate::model::workspace::{KeyState, Publish, Refusal};
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Captured, Source, Writers};
@@ -31,6 +31,7 @@ use crate::upper::remove::{self, ProvedGone};
 const TEARDOWN: Duration = Duration::from_secs(5);
 /// How long a closing session's processes have between TERM and KILL.
 const STOP: Duration = Duration::from_secs(2);
+const THAW: Duration = Duration::from_millis(500);
 const KILL: Duration = Duration::from_secs(5);
 const AGAIN: Duration = Duration::from_millis(10);
 
@@ -100,34 +101,36 @@ impl Host {
     fn thaw(&self, slot: &Arc<Slot>) -> Answered {
         let cgroup = self.cgroup(slot)?;
         let inner = slot.lock();
-        let generation = inner.session.generation;
         if !inner.session.holds_lease() {
             return Ok(vec![]);
         }
-        let stamp = cgroup.read_stamp().map_err(text)?;
-        // A freeze without our stamp is somebody else's: shown and left.
-        let Some(stamp) = stamp else { return Ok(vec![]) };
+        let state = cgroup.state().map_err(text)?;
+        if !state.freeze {
+            let (asked, answer) = ("cgroup.freeze".to_owned(), state.to_string());
+            let proof = Proof { asked, answer, at: clock::now(), took_us: 0 };
+            return Ok(vec![Event::Thawed { proof }]);
+        }
+        let Some(stamp) = cgroup.read_stamp().map_err(text)? else {
+            return Err("it is frozen by somebody else, who has to thaw it".to_owned());
+        };
         let (deadline, _) = inner.deadline();
         self.enter_deadline(&inner.session, deadline)?;
-        let lawful = |stamp: crate::kernel::cgroup::Stamp| {
-            use crate::model::step::Purpose;
-            let own = stamp.generation == generation;
-            stamp.generation < generation || (own && stamp.purpose == Purpose::Checkpoint)
-        };
-        if clock::now() >= deadline || !lawful(stamp) {
-            return Ok(vec![]);
+        let generation = inner.session.generation;
+        let own_checkpoint = stamp.generation == generation && stamp.purpose == Purpose::Checkpoint;
+        if clock::now() >= deadline || !(own_checkpoint || stamp.generation < generation) {
+            return Err(format!("the freeze is stamped `{stamp}`, which this lease does not lift"));
         }
-        let answer = cgroup.thaw(Duration::from_millis(500)).map_err(text)?;
+        let answer = cgroup.thaw(THAW).map_err(text)?;
         let again = cgroup.read_stamp().map_err(text)?;
         if clock::now() >= deadline || again != Some(stamp) {
             cgroup.write_freeze(true).map_err(text)?;
-            return Ok(vec![]);
+            return Err("stamp or deadline spoke against it; frozen again".to_owned());
         }
         cgroup.clear_stamp().map_err(text)?;
         match answer {
             Outcome::Proved(proof) => Ok(vec![Event::Thawed { proof }]),
             Outcome::Late(_) => {
-                Err("the kernel did not confirm the thaw: is an ancestor frozen?".to_owned())
+                Err("the kernel did not confirm it: is an ancestor frozen?".to_owned())
             }
         }
     }
@@ -146,17 +149,9 @@ impl Host {
                 ReadOnly::Busy(_) if clock::now() < until => std::thread::sleep(AGAIN),
                 ReadOnly::Busy(proof) => {
                     drop(turn);
-                    let question = holders::Question {
-                        s_dev: mounted.s_dev,
-                        upper: &slot.dirs.upper,
-                        target: &slot.dirs.merged,
-                        cgroup: &PathBuf::from(self.cgroup_in_hierarchy(slot.id)),
-                    };
-                    let mut holders =
-                        holders::find(&question, holders::Wanted::Writers).map_err(text)?;
-                    if holders.is_empty() {
-                        holders.push(holders::kernel_holder());
-                    }
+                    let place = self.paths.cgroup(slot.id);
+                    let holders =
+                        holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
                     return Ok(vec![Event::Busy { proof, holders }]);
                 }
             }

@@ -21,7 +21,7 @@ use crate::model::facts::Proof;
 use crate::model::ids::{PublicationKey, SessionId};
 use crate::model::journal::{Draft, Journal};
 use crate::model::lease::{self, Bound, Signs};
-use crate::model::session::{Session, State, Work};
+use crate::model::session::{Session, Stage, State, Work};
 use crate::model::step::{Effect, Event, Published, Purpose, step};
 use crate::model::time::BootNs;
 use crate::store::Durability;
@@ -137,7 +137,11 @@ impl Inner {
                     && (!s.facts.has(Fact::ReadOnly) || !s.facts.has(Fact::Frozen))
                     || !s.unknown.is_empty()
             }
-            State::Active => !s.unknown.is_empty(),
+            State::Active => {
+                let thawing =
+                    matches!(&s.work, Some(Work::Checkpoint { stage: Stage::Thawing { .. }, .. }));
+                thawing || !s.unknown.is_empty()
+            }
             State::Opening | State::Closed | State::Quarantined => false,
         }
     }

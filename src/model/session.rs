@@ -249,6 +249,11 @@ pub enum Stage {
     Stopping,
     /// The upper is read.
     Capturing,
+    /// The session is let run again; a layer that is to be published follows.
+    Thawing {
+        /// The layer.
+        layer: Option<Digest>,
+    },
     /// The layer is offered to the authority.
     Publishing {
         /// The layer.

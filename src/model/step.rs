@@ -421,6 +421,13 @@ fn abandon_work(s: &mut Session) {
     }
 }
 
+/// Ends the frozen part of a checkpoint. It is under way until the thaw is confirmed: the next one
+/// must not be thawed by this one's thaw.
+fn thaw_then(s: &mut Session, key: PublicationKey, layer: Option<Digest>) -> Step {
+    s.work = Some(Work::Checkpoint { key, stage: Stage::Thawing { layer }, tainted: false });
+    Step::go([Effect::Thaw])
+}
+
 fn resolve_unknown(s: &Session) -> impl Iterator<Item = Effect> {
     s.unknown.clone().into_iter().map(|(key, layer)| Effect::Resolve { key, layer })
 }

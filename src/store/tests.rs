@@ -38,6 +38,13 @@ fn session(n: u128) -> Session {
         lease: LeaseId::from_u128(n),
         generation: Generation(1),
         holder: HolderKind::Beat,
+        token: crate::model::head::Digest([7; 32]),
+        run_as: crate::model::session::RunAs {
+            uid: 1000,
+            gid: 1000,
+            mapped: false,
+            host_network: false,
+        },
         ttl: std::time::Duration::from_secs(30),
         ends: BootNs(9),
         base: HeadAt::default(),
@@ -210,7 +217,11 @@ fn an_altered_session_is_named_and_the_others_are_read() {
 fn each_kind_of_tampering_with_evidence_is_found() {
     let table: [(&str, u64, &str); 6] = [
         ("UPDATE evidence SET body = replace(body, 'uid 0', 'uid 9') WHERE seq=3", 3, "altered"),
-        ("UPDATE evidence SET hash = replace(hash, '0', '1') WHERE seq=3", 3, "altered"),
+        (
+            "UPDATE evidence SET hash = (SELECT hash FROM evidence WHERE seq=2) WHERE seq=3",
+            3,
+            "altered",
+        ),
         ("DELETE FROM evidence WHERE seq=3", 3, "missing"),
         ("DELETE FROM evidence WHERE seq=1", 1, "missing"),
         ("DELETE FROM evidence WHERE seq>3", 4, "ends before entry 5"),
@@ -229,6 +240,27 @@ fn each_kind_of_tampering_with_evidence_is_found() {
         assert_eq!(at, seq, "{statement}: {why}");
         assert!(why.contains(word), "{statement}: {why}");
     }
+}
+
+#[test]
+fn an_altered_entry_with_a_right_hash_breaks_the_next_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path()).unwrap();
+    for n in 1..=3 {
+        store.record(&journal(n), Durability::Full).unwrap();
+    }
+    let mut entry = store.evidence_since(1, 1).unwrap().remove(0);
+    entry.draft.actor = "uid 9".to_owned();
+    let hash = evidence::hash_of(&entry).unwrap();
+    sql(
+        dir.path(),
+        &format!(
+            "UPDATE evidence SET hash = '{hash}', body = replace(body, 'uid 0', 'uid 9')
+             WHERE seq=2"
+        ),
+    );
+    let (at, why) = fault(&store);
+    assert!(at == 3 && why.contains("does not follow"), "{at} {why}");
 }
 
 #[test]
@@ -397,7 +429,7 @@ fn an_acquisition_with_its_session_and_evidence_is_one_commit() {
         owner: "ann".parse().unwrap(),
         contact: String::new(),
         labels: BTreeMap::new(),
-        first: None,
+        layers: vec![],
     };
     authority.create(&new, no_rider()).unwrap().unwrap();
     let wish = Acquire {

@@ -71,12 +71,11 @@ pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
 pub(super) fn on_freeze_late(s: &mut Session, blockers: &[Blocker]) -> Step {
     match s.state {
         State::Active => match s.work {
-            Some(Work::Checkpoint { stage: Stage::Stopping, .. }) => {
-                s.work = None;
+            Some(Work::Checkpoint { key, stage: Stage::Stopping, .. }) => {
                 s.trouble = Some(
                     "the checkpoint was given up: the session did not freeze in time".to_owned(),
                 );
-                Step::go([Effect::Thaw])
+                thaw_then(s, key, None)
             }
             Some(_) | None => Step::quiet([]),
         },
@@ -240,7 +239,11 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
             }
             Some(_) | None => Step::quiet([]),
         },
-        State::Active => Step::quiet(resolve_unknown(s)),
+        State::Active => {
+            let thaw =
+                matches!(s.work, Some(Work::Checkpoint { stage: Stage::Thawing { .. }, .. }));
+            Step::quiet(resolve_unknown(s).chain(thaw.then_some(Effect::Thaw)))
+        }
         State::Opening | State::Closed | State::Quarantined => Step::quiet([]),
     }
 }

@@ -40,26 +40,17 @@ pub(super) fn on_captured(s: &mut Session, layer: Option<Digest>) -> Step {
     // same layer as before, or an empty upper that never published.
     let unchanged = layer == s.own_layer;
     match s.state {
-        State::Active => match s.work.clone() {
-            Some(Work::Checkpoint { tainted: true, .. }) => {
-                s.work = None;
+        State::Active => match s.work {
+            Some(Work::Checkpoint { key, tainted: true, .. }) => {
                 s.trouble = Some(
                     "the checkpoint was given up: the session was thawed by somebody else"
                         .to_owned(),
                 );
-                Step::go([Effect::Thaw])
+                thaw_then(s, key, None)
             }
-            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) => match layer {
-                Some(layer) if !unchanged => {
-                    let stage = Stage::Publishing { layer };
-                    s.work = Some(Work::Checkpoint { key, stage, tainted: false });
-                    Step::go([Effect::Thaw, Effect::Publish { key, layer }])
-                }
-                Some(_) | None => {
-                    s.work = None;
-                    Step::go([Effect::Thaw])
-                }
-            },
+            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) => {
+                thaw_then(s, key, layer.filter(|_| !unchanged))
+            }
             Some(Work::Checkpoint { .. } | Work::Close { .. } | Work::Resume) | None => {
                 Step::quiet([])
             }
@@ -263,7 +254,23 @@ pub(super) fn on_thawed(s: &mut Session) -> Step {
             s.work = None;
             Step::note()
         }
-        (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => Step::note(),
+        (State::Active, Some(Work::Checkpoint { key, stage: Stage::Thawing { layer }, .. })) => {
+            let key = *key;
+            match *layer {
+                Some(layer) => {
+                    let stage = Stage::Publishing { layer };
+                    s.work = Some(Work::Checkpoint { key, stage, tainted: false });
+                    Step::go([Effect::Publish { key, layer }])
+                }
+                None => {
+                    s.work = None;
+                    Step::note()
+                }
+            }
+        }
+        (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => {
+            Step::quiet([])
+        }
         // The lease was lost while the thaw was under way.
         (State::Fencing | State::Fenced | State::Preserved, _) => {
             s.facts.drop(Fact::Frozen);

@@ -70,10 +70,9 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
             }
         }
         State::Active => match s.work {
-            Some(Work::Checkpoint { .. }) => {
-                s.work = None;
-                return Step::go([Effect::Thaw]);
-            }
+            Some(Work::Checkpoint { stage: Stage::Thawing { .. }, .. }) => {}
+            Some(Work::Checkpoint { stage: Stage::Publishing { .. }, .. }) => s.work = None,
+            Some(Work::Checkpoint { key, .. }) => return thaw_then(s, key, None),
             Some(Work::Resume) => {
                 let reason = s.trouble.clone().unwrap_or_default();
                 return lose(s, Loss::ReadmitFailed { reason }, true);
@@ -104,11 +103,11 @@ pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
         }
         State::Active => match s.work.clone() {
             Some(Work::Checkpoint { key, stage: Stage::Publishing { layer }, .. }) => {
-                Step::go([Effect::Thaw, Effect::Resolve { key, layer }])
+                Step::go([Effect::Resolve { key, layer }])
             }
-            Some(Work::Checkpoint { .. }) => {
-                s.work = None;
-                Step::go([Effect::Thaw, Effect::Show])
+            Some(Work::Checkpoint { key, .. }) => {
+                s.trouble = Some("the checkpoint was given up: the agent started again".to_owned());
+                thaw_then(s, key, None)
             }
             Some(Work::Resume) => Step::go([Effect::ReadWrite]),
             // Thawing is a question to the stamp: a running session is left as it is.
@@ -140,7 +139,13 @@ pub(super) fn resume_close(s: &Session) -> Option<Effect> {
             Some(Effect::Resolve { key: *key, layer: *layer })
         }
         Some(Work::Close { stage: Stage::Ending, .. }) => Some(Effect::Release),
-        Some(Work::Checkpoint { .. } | Work::Resume) | None => None,
+        // A close never thaws.
+        Some(
+            Work::Close { stage: Stage::Thawing { .. }, .. }
+            | Work::Checkpoint { .. }
+            | Work::Resume,
+        )
+        | None => None,
     }
 }
 

@@ -7,11 +7,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
+mod agent_process;
 mod confinement;
 mod host;
 mod keeper;
 mod kernel_facts;
 mod main_job;
+mod restart;
 mod rig;
 mod room;
 mod upper;
@@ -23,6 +25,7 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
+        ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("confinement", confinement::tests()),

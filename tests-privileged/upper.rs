@@ -427,7 +427,7 @@ fn hostile_uppers_are_removed_whole(place: &Place) {
     );
     // Paths in it are longer than the kernel takes.
     let open = OFlags::RDONLY | OFlags::DIRECTORY;
-    let mut fd = rustix::fs::open(&dirs.run, open, Mode::empty()).unwrap();
+    let mut fd = rustix::fs::open(&dirs.work, open, Mode::empty()).unwrap();
     let name = "d".repeat(200);
     for _ in 0..500 {
         rustix::fs::mkdirat(&fd, &*name, Mode::empty()).unwrap();

@@ -43,7 +43,7 @@ impl Host {
         let mut started = Started::default();
         for record in self.store.sessions().map_err(text)? {
             match record {
-                Ok(s) if matches!(s.state, State::Closed | State::Quarantined) => {}
+                Ok(s) if s.state == State::Closed => {}
                 Ok(s) => {
                     let slot = self.recover_one(s, &entries);
                     if slot.lock().session.holds_lease() {

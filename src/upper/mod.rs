@@ -10,7 +10,7 @@
 //!
 //! ```text
 //! sessions/<session id>/           `remove::create`, removed only by `remove::remove`
-//!     marker                       the session id: nothing without it is ever removed
+//!     marker -> <session id>       nothing without it is ever removed
 //!     upper/ work/ merged/ run/    the overlay's directories and the session's own /run/overfence
 //! sessions/.new-<session id>/      being made; `remove::sweep_unfinished` takes it away at start
 //! trash/<session id>/              being removed; `remove::empty_trash` goes on with it at start

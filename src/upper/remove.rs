@@ -17,15 +17,16 @@ use rustix::fs::{AtFlags, CWD, RenameFlags};
 use rustix::io::Errno;
 
 use super::empty::{empty, unlink};
-use super::store::write_durable;
 use super::tree::reopen;
-use super::{At as _, Error, Result, Shown, sync_dir};
+use super::{At as _, Error, Result, Shown};
 use crate::failpoint;
 use crate::kernel::mountinfo;
 use crate::kernel::walk::Dir;
 use crate::model::facts::{Fact, Facts};
 use crate::model::ids::SessionId;
 
+/// A symlink whose target is the session id. A symlink, because its target lies in the inode: it
+/// comes into being with its name, by one journalled step, and needs no fsync of its own.
 const MARKER: &str = "marker";
 const MAKING: &str = ".new-";
 
@@ -40,8 +41,6 @@ pub struct SessionDirs {
     pub work: PathBuf,
     /// Where the overlay is mounted (0755).
     pub merged: PathBuf,
-    /// What the workload sees as `/run/overfence` (0755).
-    pub run: PathBuf,
 }
 
 impl SessionDirs {
@@ -55,13 +54,13 @@ impl SessionDirs {
             upper: root.join("upper"),
             work: root.join("work"),
             merged: root.join("merged"),
-            run: root.join("run"),
             root,
         }
     }
 }
 
-/// Makes the directories of a new session, durable with their marker. [`Error::Exists`] if the id
+/// Makes the directories of a new session, with their marker. The session's record, durable
+/// before this is called, is what explains them after a crash: nothing is fsynced here. [`Error::Exists`] if the id
 /// was ever used: a session's directory is never used again.
 pub fn create(sessions: &Path, id: SessionId) -> Result<SessionDirs> {
     let dirs = SessionDirs::of(sessions, id);
@@ -77,17 +76,14 @@ pub fn create(sessions: &Path, id: SessionId) -> Result<SessionDirs> {
             .at("set the mode of", path)
     };
     make(&new.root, 0o700)?;
-    for (path, mode) in
-        [(&new.upper, 0o755), (&new.work, 0o700), (&new.merged, 0o755), (&new.run, 0o755)]
-    {
+    for (path, mode) in [(&new.upper, 0o755), (&new.work, 0o700), (&new.merged, 0o755)] {
         make(path, mode)?;
     }
-    write_durable(&new.root.join(MARKER), format!("{id}\n").as_bytes())?;
-    sync_dir(&new.root)?;
+    let marker = new.root.join(MARKER);
+    std::os::unix::fs::symlink(id.to_string(), &marker).at("make", &marker)?;
     let flags = RenameFlags::NOREPLACE;
     rustix::fs::renameat_with(CWD, &new.root, CWD, &dirs.root, flags)
         .at("rename into place", &dirs.root)?;
-    sync_dir(sessions)?;
     failpoint::hit("upper.session.create.after");
     Ok(dirs)
 }
@@ -106,7 +102,7 @@ pub fn sweep_unfinished(sessions: &Path) -> Result<u64> {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
             other => other.at("remove", path),
         };
-        for dir in [&new.upper, &new.work, &new.merged, &new.run] {
+        for dir in [&new.upper, &new.work, &new.merged] {
             gone(std::fs::remove_dir(dir), dir)?;
         }
         let marker = new.root.join(MARKER);
@@ -144,6 +140,9 @@ pub struct Removed {
 pub fn remove(sessions: &Path, gone: &ProvedGone, trash: &Path) -> Result<Removed> {
     let id = gone.session;
     let path = sessions.join(id.to_string());
+    if path.symlink_metadata().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound) {
+        return go_on(trash, id);
+    }
     check_marker(&Dir::open(&path)?, id)?;
     refuse_mounts_below(&path)?;
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(trash).at("make", trash)?;
@@ -156,6 +155,15 @@ pub fn remove(sessions: &Path, gone: &ProvedGone, trash: &Path) -> Result<Remove
     rustix::fs::fsync(&from).at("fsync", sessions)?;
     failpoint::hit("upper.remove.rename.after");
     remove_trashed(&to, OsStr::new(&name))
+}
+
+/// A removal done again: the directory is in the trash already, or nowhere.
+fn go_on(trash: &Path, id: SessionId) -> Result<Removed> {
+    match trash.join(id.to_string()).symlink_metadata() {
+        Ok(_) => remove_trashed(&Dir::open(trash)?, OsStr::new(&id.to_string())),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Removed::default()),
+        Err(e) => Err(e).at("look into", trash),
+    }
 }
 
 /// Goes on with removals that a crash cut off; what is in the trash was decided before. Entries
@@ -202,14 +210,14 @@ fn remove_trashed(trash: &Dir, name: &OsStr) -> Result<Removed> {
 fn check_marker(dir: &Dir, id: SessionId) -> Result<()> {
     let path = dir.path();
     let unmarked = |why: String| Error::Unmarked { path: Shown::from(path), why };
-    let mut text = Vec::new();
-    let file = dir.open_file(OsStr::new(MARKER));
-    let file = file.map_err(|e| unmarked(format!("its marker cannot be read ({e})")))?;
-    std::io::Read::read_to_end(&mut std::io::Read::take(std::fs::File::from(file), 256), &mut text)
-        .at("read the marker of", path)?;
-    match text.strip_suffix(b"\n") == Some(id.to_string().as_bytes()) {
+    let target = dir
+        .read_link(OsStr::new(MARKER))
+        .map_err(|e| unmarked(format!("its marker cannot be read ({e})")))?;
+    match target == *id.to_string() {
         true => Ok(()),
-        false => Err(unmarked(format!("its marker says {}, not {id}", Shown::bytes(&text)))),
+        false => {
+            Err(unmarked(format!("its marker says {}, not {id}", Shown::bytes(target.as_bytes()))))
+        }
     }
 }
 
@@ -298,8 +306,8 @@ pub(super) mod tests {
         let dirs = create(&place.sessions, id).unwrap();
         assert_eq!(dirs, SessionDirs::of(&place.sessions, id));
         let mode = |p: &Path| std::os::unix::fs::MetadataExt::mode(&p.metadata().unwrap()) & 0o7777;
-        let modes = [&dirs.root, &dirs.upper, &dirs.work, &dirs.merged, &dirs.run].map(|p| mode(p));
-        assert_eq!(modes, [0o700, 0o755, 0o700, 0o755, 0o755]);
+        let modes = [&dirs.root, &dirs.upper, &dirs.work, &dirs.merged].map(|p| mode(p));
+        assert_eq!(modes, [0o700, 0o755, 0o700, 0o755]);
         assert!(matches!(create(&place.sessions, id), Err(Error::Exists { .. })));
     }
 
@@ -328,8 +336,8 @@ pub(super) mod tests {
         std::fs::hard_link(dirs.upper.join("a"), dirs.upper.join("b")).unwrap();
         std::fs::create_dir_all(dirs.upper.join("x/y/z")).unwrap();
         let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
-        // 3 symlinks, 2 names, 3 directories; marker, upper, work, merged, run, the top.
-        assert_eq!(removed.entries, 3 + 2 + 3 + 6);
+        // 3 symlinks, 2 names, 3 directories; marker, upper, work, merged, the top.
+        assert_eq!(removed.entries, 3 + 2 + 3 + 5);
         assert!(removed.bytes >= 10_000, "{removed:?}");
         assert_eq!(std::fs::read(place.outside.join("precious")).unwrap(), b"kept");
         assert!(std::fs::read_dir(&place.trash).unwrap().next().is_none());
@@ -346,7 +354,7 @@ pub(super) mod tests {
             &|m| std::fs::write(m, format!("{other}\n")).unwrap(),
             &|m| {
                 std::fs::remove_file(m).unwrap();
-                std::os::unix::fs::symlink("/etc/hostname", m).unwrap();
+                std::os::unix::fs::symlink(other.to_string(), m).unwrap();
             },
         ];
         for spoil in markers {
@@ -363,6 +371,17 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_removal_is_done_again_without_harm() {
+        let place = place();
+        let id = SessionId::fresh();
+        let dirs = create(&place.sessions, id).unwrap();
+        std::fs::create_dir(&place.trash).unwrap();
+        std::fs::rename(&dirs.root, place.trash.join(id.to_string())).unwrap();
+        assert_eq!(remove(&place.sessions, &gone(id), &place.trash).unwrap().entries, 5);
+        assert_eq!(remove(&place.sessions, &gone(id), &place.trash).unwrap(), Removed::default());
+    }
+
+    #[test]
     fn a_removal_cut_off_anywhere_is_finished_at_start() {
         let place = place();
         let whole = SessionId::fresh();
@@ -373,7 +392,7 @@ pub(super) mod tests {
         // Another one died between its marker and its directory.
         std::fs::create_dir(place.trash.join(SessionId::fresh().to_string())).unwrap();
         let removed = empty_trash(&place.trash).unwrap();
-        assert_eq!(removed.entries, 7 + 1);
+        assert_eq!(removed.entries, 6 + 1);
         assert!(std::fs::read_dir(&place.trash).unwrap().next().is_none());
         assert_eq!(empty_trash(&place.trash.join("never made")).unwrap(), Removed::default());
     }
@@ -388,6 +407,6 @@ pub(super) mod tests {
             std::fs::create_dir_all(dirs.work.join(format!("{n}/full"))).unwrap();
         }
         let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
-        assert_eq!(removed.entries, 10_001 + 6 * super::super::empty::BATCH as u64 + 6);
+        assert_eq!(removed.entries, 10_001 + 6 * super::super::empty::BATCH as u64 + 5);
     }
 }

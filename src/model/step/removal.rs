@@ -89,6 +89,8 @@ pub(super) fn on_disposed(s: &mut Session, disposition: Disposition) -> Step {
             begin_deleting(s, disposition)
         }
         State::Deleting | State::Closed => Step::refuse(Code::WrongState),
+        // Removal failed too often; a person decides that it is tried again.
+        State::Quarantined if s.disposition.is_some() => begin_deleting(s, disposition),
         State::Opening | State::Active | State::Releasing | State::Fencing | State::Quarantined => {
             Step::refuse(Code::WrongState)
         }

@@ -57,6 +57,15 @@ impl Client {
         Ok(Self { socket: socket.into(), timeout, runtime })
     }
 
+    /// The same agent, asked with no more patience than `timeout`.
+    ///
+    /// # Errors
+    /// As [`Client::new`].
+    pub fn within(&self, timeout: Duration) -> Result<Self, Failure> {
+        let timeout = self.timeout.map_or(timeout, |own| own.min(timeout));
+        Self::new(&self.socket, Some(timeout))
+    }
+
     /// Asks for something.
     ///
     /// # Errors

@@ -20,6 +20,6 @@ mod session_socket;
 
 pub use peer::{Group, Rights, Roster, rights};
 pub use problem::{failure_of, problem_of};
-pub use routes::openapi;
+pub use routes::{TicketKey, openapi};
 pub use server::{bind, serve, serve_metrics};
 pub use session_socket::serve_session;

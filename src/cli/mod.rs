@@ -1,1 +1,180 @@
-//! (room being built)
+//! The command line: one file a noun. Asks the agent over its socket and shows the answer; what
+//! it does itself it does without the agent: placing commands (`run`, `session exec`), verifying
+//! tickets and bundles, asking the kernel. Uses `api::client`, `workload`, and the readers of
+//! `store`, `upper` and `kernel`. Keeps nothing on disk.
+
+mod bundle;
+mod config;
+mod context;
+mod docs;
+mod doctor;
+mod evidence;
+mod fence;
+mod gc;
+mod lease;
+mod parse;
+mod preserved;
+mod run;
+mod session;
+mod status;
+mod table;
+mod ticket;
+mod workspace;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::agent::failure::Failure;
+use context::Context;
+
+/// Lease-fenced overlay workspaces: stops a stale writer in the kernel, proves it, keeps its bytes.
+#[derive(Debug, Parser)]
+#[command(name = "overfence", version, propagate_version = false, max_term_width = 100)]
+#[command(
+    after_help = "Exit codes: 0 ok, 1 failure, 2 usage, 3 not found, 4 stale or conflict, 5 denied, \
+    6 agent not reachable, 7 timed out, 8 done in part. `run` and `session exec` pass the \
+    command's own code on; 125 is overfence's own failure, 126 and 127 as in a shell."
+)]
+pub struct Cli {
+    /// What every verb takes.
+    #[command(flatten)]
+    pub common: Common,
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+/// What every verb takes.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Everywhere")]
+pub struct Common {
+    /// The agent's socket; else as configured.
+    #[arg(
+        long,
+        global = true,
+        env = "OVERFENCE_SOCKET",
+        value_name = "PATH",
+        hide_env_values = true
+    )]
+    pub socket: Option<PathBuf>,
+    /// How long each answer may take, for instance 10s; else as long as it takes.
+    #[arg(long, global = true, value_name = "T", value_parser = parse::span)]
+    pub timeout: Option<Duration>,
+    /// A table for people, or JSON alone on standard output.
+    #[arg(short, long, global = true, value_name = "FORM", default_value = "table")]
+    pub output: Output,
+    /// Say nothing on standard error but failures.
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
+}
+
+/// How answers are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// For people.
+    Table,
+    /// For programs; the fields are those of the API.
+    Json,
+}
+
+/// What can be done.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Open a session, run a command in it, publish or keep what it wrote: the whole job (root).
+    Run(run::Run),
+    /// Workspaces: what is written.
+    #[command(subcommand)]
+    Workspace(workspace::Verb),
+    /// Mount sessions: one writer's overlay, cgroup and lease.
+    #[command(subcommand)]
+    Session(session::Verb),
+    /// Stop a session's writer in the kernel and prove it.
+    Fence(fence::Fence),
+    /// Give a fenced session a new lease and generation and let it run on.
+    Readmit(fence::Readmit),
+    /// Leases: who may write, and until when.
+    #[command(subcommand)]
+    Lease(lease::Verb),
+    /// Mount tickets: the signed statement of who writes where.
+    #[command(subcommand)]
+    Ticket(ticket::Verb),
+    /// Preserved deltas: what stale writers left that no publication holds.
+    #[command(subcommand)]
+    Preserved(preserved::Verb),
+    /// Patch bundles: exported deltas. Needs neither agent nor root.
+    #[command(subcommand)]
+    Bundle(bundle::Verb),
+    /// Remove what is safe to delete.
+    Gc(gc::Gc),
+    /// The chained record of what was decided and what the kernel answered.
+    #[command(subcommand)]
+    Evidence(evidence::Verb),
+    /// Say how the agent is.
+    Status,
+    /// Show the evidence as it is written.
+    Events(evidence::Events),
+    /// Ask this host's kernel for everything overfence needs. Works without the agent.
+    Doctor(doctor::Doctor),
+    /// The configuration.
+    #[command(subcommand)]
+    Config(config::Verb),
+    /// Print a completion script.
+    Completions(docs::Completions),
+    /// Print a manual page.
+    Man(docs::Man),
+    /// Pid 1 of a session; started by `run` and `session exec`.
+    #[command(hide = true)]
+    SessionInit {
+        /// Numbers of descriptors.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        fds: Vec<OsString>,
+    },
+}
+
+/// Does what the command line says.
+pub fn main(cli: Cli) -> ExitCode {
+    let own = match &cli.verb {
+        Verb::Run(_) | Verb::Session(session::Verb::Exec(_)) => Some(run::OWN_FAILURE),
+        _ => None,
+    };
+    let context = Context::new(cli.common);
+    match dispatch(&context, cli.verb) {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => {
+            context.complain(&failure);
+            ExitCode::from(own.unwrap_or_else(|| failure.code.exit()))
+        }
+    }
+}
+
+fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
+    match verb {
+        Verb::Run(wish) => return run::run(context, wish),
+        Verb::Session(session::Verb::Exec(wish)) => return run::exec(context, wish),
+        Verb::Evidence(verb) => return evidence::main(context, verb),
+        Verb::Doctor(wish) => return doctor::main(context, wish),
+        Verb::Fence(wish) => fence::fence(context, wish),
+        Verb::Readmit(wish) => fence::readmit(context, wish),
+        Verb::Workspace(verb) => workspace::main(context, verb),
+        Verb::Session(verb) => session::main(context, verb),
+        Verb::Lease(verb) => lease::main(context, verb),
+        Verb::Ticket(verb) => ticket::main(context, verb),
+        Verb::Preserved(verb) => preserved::main(context, verb),
+        Verb::Bundle(verb) => bundle::main(context, verb),
+        Verb::Gc(wish) => gc::main(context, wish),
+        Verb::Status => status::main(context),
+        Verb::Events(wish) => evidence::events(context, &wish),
+        Verb::Config(verb) => config::main(context, verb),
+        Verb::Completions(wish) => docs::completions(context, wish),
+        Verb::Man(wish) => docs::man(context, &wish),
+        Verb::SessionInit { fds } => crate::workload::init_main(fds),
+    }?;
+    Ok(0)
+}
+
+#[cfg(test)]
+mod tests;

@@ -4,6 +4,7 @@
 //! ```text
 //! tender -> client   Ready                    the walls stand
 //! client -> tender   Go                       the record is written: start the command
+//! tender -> client   Started                  the command is a process of the session
 //! client -> tender   Signal n                 pass this signal to the command
 //! tender -> client   Stopped                  the command was stopped: the client stops too
 //! tender -> client   Exited n | Killed n      the command ended
@@ -22,6 +23,8 @@ pub enum Word {
     Ready,
     /// Start the command.
     Go,
+    /// The command is a process of the session.
+    Started,
     /// Pass this signal number on.
     Signal(u8),
     /// The command was stopped by a job control signal.
@@ -37,6 +40,7 @@ impl Word {
         match self {
             Self::Ready => [b'R', 0],
             Self::Go => [b'G', 0],
+            Self::Started => [b'P', 0],
             Self::Signal(n) => [b'S', n],
             Self::Stopped => [b'T', 0],
             Self::Exited(n) => [b'E', n],
@@ -48,6 +52,7 @@ impl Word {
         match bytes {
             [b'R', 0] => Some(Self::Ready),
             [b'G', 0] => Some(Self::Go),
+            [b'P', 0] => Some(Self::Started),
             [b'S', n] => Some(Self::Signal(n)),
             [b'T', 0] => Some(Self::Stopped),
             [b'E', n] => Some(Self::Exited(n)),
@@ -91,6 +96,7 @@ mod tests {
         let words = [
             Word::Ready,
             Word::Go,
+            Word::Started,
             Word::Signal(15),
             Word::Stopped,
             Word::Exited(255),

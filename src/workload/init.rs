@@ -76,8 +76,10 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
         },
         Some(errand) => {
             let streams = [next()?, next()?, next()?];
+            let command = start(&errand, &streams)?;
+            say(&client, Word::Started)?;
             Tender {
-                command: Some(start(&errand, &streams)?),
+                command: Some(command),
                 client: Client::at(client),
                 beat: orders.beat_ttl.map(Beat::new),
                 afterwards: Afterwards::StayForOthers(lock),

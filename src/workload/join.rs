@@ -6,10 +6,11 @@ use std::io::{self, Write as _};
 use std::os::unix::net::UnixStream;
 
 use nix::sched::{CloneFlags, setns};
-use nix::sys::signal::SigSet;
+use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::wait::waitpid;
 use seccompiler::BpfProgram;
 
+use super::client::Watch;
 use super::control::{Word, hear, say};
 use super::launch::{become_mapped_root, enter_cgroup, memory, text_of};
 use super::record::InitRecord;
@@ -19,7 +20,12 @@ use super::{Command, Error, Network, Place, Result, filters, io_at};
 use crate::kernel::launch::{Fork, close_all_on_exec, exit_now, fork};
 
 /// Starts the companion; what comes back is the line to it.
-pub(super) fn companion(place: &Place, init: InitRecord, command: &Command) -> Result<UnixStream> {
+pub(super) fn companion(
+    place: &Place,
+    init: InitRecord,
+    command: &Command,
+    watch: &Watch,
+) -> Result<UnixStream> {
     let filters = filters::programs()?;
     let at = || io_at("make ready to join", place.session.to_string());
     let errand = Errand::new(place, command);
@@ -36,6 +42,10 @@ pub(super) fn companion(place: &Place, init: InitRecord, command: &Command) -> R
         }
     };
     drop(theirs);
+    if let Err(e) = watch.before_start(&ours) {
+        let _ = kill(companion, Signal::SIGKILL);
+        return Err(e);
+    }
     if hear(&ours).map_err(at())? == Some(Word::Ready) {
         return Ok(ours);
     }
@@ -61,12 +71,16 @@ fn accompany(
         nix::sys::prctl::set_dumpable(false)?;
     }
     close_all_on_exec()?;
+    say(&client, Word::Ready)?;
+    if hear(&client)? != Some(Word::Go) {
+        return Ok(());
+    }
     let command = match fork()? {
         Fork::Parent(pid) => pid,
         Fork::Child => errand.become_it(filters),
     };
     keep_kill()?;
-    say(&client, Word::Ready)?;
+    say(&client, Word::Started)?;
     let client = Client::at(client);
     Tender { command: Some(command), client, beat: None, afterwards: Afterwards::Leave }.tend()
 }

@@ -18,6 +18,7 @@ use rustix::fs::{CWD, MemfdFlags, Mode, OFlags, memfd_create};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
 
+use super::client::Watch;
 use super::control::{Word, hear, say};
 use super::init::Orders;
 use super::record::{self, InitRecord, Lock};
@@ -27,9 +28,14 @@ use super::{Command, Error, Holder, Network, Place, Result, etc, filters, io_at}
 use super::{MAPPED_COUNT, MAPPED_FIRST};
 use crate::kernel::launch::{Fork, close_all_on_exec, exit_now, fork};
 
-/// Starts the init and writes its record. With a command, what comes back is the line to its
-/// tender; the command was told to start.
-pub(super) fn init(place: &Place, command: Option<&Command>, lock: &Lock) -> Result<UnixStream> {
+/// Starts the init and writes its record. What comes back is the line to it; it waits for the
+/// word to go on.
+pub(super) fn init(
+    place: &Place,
+    command: Option<&Command>,
+    lock: &Lock,
+    watch: &Watch,
+) -> Result<UnixStream> {
     if !Path::new(walls::BUBBLEWRAP).exists() {
         return Err(Error::NoBubblewrap);
     }
@@ -76,29 +82,42 @@ pub(super) fn init(place: &Place, command: Option<&Command>, lock: &Lock) -> Res
     };
     // Our copies of the other ends: their closing must be seen.
     drop(journey);
-    match begin(place, status, &ours).map_err(at())? {
-        Some(init) => record::write(place, init)?,
-        None => {
+    match begin(place, status, &ours, watch) {
+        Ok(Some(init)) => record::write(place, init).map(|()| ours),
+        Ok(None) => {
             // Both ends are closed: the monitor ends by itself.
             let _ = waitpid(monitor, None);
-            return Err(Error::Walls { session: place.session, said: text_of(complaints) });
+            Err(Error::Walls { session: place.session, said: text_of(complaints) })
+        }
+        Err(e) => {
+            // It may be frozen; this reaches it nevertheless. An init that hears nothing from us
+            // any more leaves.
+            let _ = kill(monitor, Signal::SIGKILL);
+            Err(e)
         }
     }
-    say(&ours, Word::Go).map_err(at())?;
-    Ok(ours)
 }
 
 /// Waits until the walls stand; `None` when they do not.
-fn begin(place: &Place, status: OwnedFd, control: &UnixStream) -> io::Result<Option<InitRecord>> {
-    let Some(pid) = child_pid(status)? else { return Ok(None) };
-    if hear(control)? != Some(Word::Ready) {
+fn begin(
+    place: &Place,
+    status: OwnedFd,
+    control: &UnixStream,
+    watch: &Watch,
+) -> Result<Option<InitRecord>> {
+    let at = || io_at("follow the start of", place.session.to_string());
+    watch.before_start(&status)?;
+    let Some(pid) = child_pid(status).map_err(at())? else { return Ok(None) };
+    watch.before_start(control)?;
+    if hear(control).map_err(at())? != Some(Word::Ready) {
         return Ok(None);
     }
-    let init = InitRecord::of(pid)?;
-    if init.lives_in(&place.cgroup)? {
+    let init = InitRecord::of(pid).map_err(at())?;
+    if init.lives_in(&place.cgroup).map_err(at())? {
         return Ok(Some(init));
     }
-    Err(io::Error::other(format!("pid {pid} is not in {}", place.cgroup.display())))
+    let said = format!("pid {pid} is not in {}", place.cgroup.display());
+    Err(Error::Walls { session: place.session, said })
 }
 
 /// Reads the first of bubblewrap's status documents.

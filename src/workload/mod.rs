@@ -36,6 +36,7 @@ mod walls;
 
 use std::ffi::OsString;
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -225,6 +226,14 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
+    /// A signal came before the command ran; it was not started.
+    #[error("interrupted by {name} before the command was started")]
+    Interrupted {
+        /// Its number.
+        signal: u8,
+        /// Its name.
+        name: &'static str,
+    },
     /// A system call failed.
     #[error("cannot {doing} {path}")]
     Io {
@@ -260,9 +269,7 @@ pub fn run(place: &Place, command: &Command) -> Result<Exit> {
     if lock.init(place)?.is_some() {
         return Err(Error::Running { session: place.session });
     }
-    let control = launch::init(place, Some(command), &lock)?;
-    drop(lock);
-    client::attend(&control)
+    conduct(lock, |lock, watch| launch::init(place, Some(command), lock, watch))
 }
 
 /// Runs `command` in the session, beside whatever runs there; starts the session's init first if
@@ -273,20 +280,34 @@ pub fn run(place: &Place, command: &Command) -> Result<Exit> {
 pub fn exec(place: &Place, command: &Command) -> Result<Exit> {
     check(place, command)?;
     let lock = record::Lock::take(place)?;
-    let init = match lock.init(place)? {
-        Some(init) => init,
-        None => {
-            launch::init(place, None, &lock)?;
-            lock.init(place)?.ok_or_else(|| Error::Walls {
-                session: place.session,
-                said: "its init ended as soon as it had started".to_owned(),
-            })?
-        }
-    };
-    // Held until the command is a process in there, which keeps the init from leaving.
-    let control = join::companion(place, init, command)?;
-    drop(lock);
-    client::attend(&control)
+    conduct(lock, |lock, watch| {
+        let init = match lock.init(place)? {
+            Some(init) => init,
+            None => {
+                let control = launch::init(place, None, lock, watch)?;
+                control::say(&control, control::Word::Go)
+                    .map_err(io_at("start the init of", place.session.to_string()))?;
+                lock.init(place)?.ok_or_else(|| Error::Walls {
+                    session: place.session,
+                    said: "its init ended as soon as it had started".to_owned(),
+                })?
+            }
+        };
+        join::companion(place, init, command, watch)
+    })
+}
+
+/// Prepares a command, has it started, waits for it. A signal before it runs is its end.
+fn conduct(
+    lock: record::Lock,
+    prepare: impl FnOnce(&record::Lock, &client::Watch) -> Result<UnixStream>,
+) -> Result<Exit> {
+    let watch = client::Watch::begin()?;
+    let ended = prepare(&lock, &watch).and_then(|control| watch.attend(&control, lock));
+    match ended {
+        Err(Error::Interrupted { signal, .. }) => Ok(Exit::Signal(signal)),
+        other => other,
+    }
 }
 
 /// The session's init, if it lives: what the agent compares a beat's peer with.

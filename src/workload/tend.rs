@@ -167,12 +167,10 @@ impl Client {
 }
 
 /// Leaves unless another process is left, which comes back. The client hears the end after that
-/// was settled, so that it may start the next command at once; but it does not wait for others.
+/// was settled, so that it may start the next command at once. The lock is only ever held for the
+/// moments in which a client starts something.
 fn leave(mut lock: &File, client: &mut Client) -> io::Result<Option<OwnedFd>> {
-    if lock.try_lock().is_err() {
-        client.tell_end();
-        lock.lock()?;
-    }
+    lock.lock()?;
     let other = other_process()?;
     if other.is_none() {
         lock.write_all(b"left\n")?;

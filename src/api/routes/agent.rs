@@ -122,7 +122,7 @@ pub(super) async fn status(State(agent): State<Agent>) -> Result<Json<StatusView
 /// The public key of mount tickets.
 #[derive(Serialize, Deserialize, ToSchema)]
 pub struct TicketKey {
-    /// In PASERK form (`k4.public.…`).
+    /// A line of text, as in the file `ticket.pub`.
     pub key: String,
 }
 

@@ -28,6 +28,7 @@ use crate::agent::handle::Agent;
 use crate::model::code::Code;
 use crate::model::view::Problem;
 
+pub use agent::TicketKey;
 pub(super) use agent::watched;
 
 /// Who asks and what they may do; known for the whole connection.

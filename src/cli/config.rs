@@ -1,0 +1,58 @@
+//! `overfence config`
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+use super::context::Context;
+use crate::agent::failure::Failure;
+use crate::config::{self, Loaded};
+use crate::model::code::Code;
+
+/// What can be done with the configuration.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Print every key with its meaning, unit and default.
+    Default,
+    /// Check file, drop-ins and environment.
+    Check(Which),
+    /// Print what is in effect and where it comes from.
+    Show(Which),
+}
+
+/// Which configuration.
+#[derive(Debug, Args)]
+pub struct Which {
+    /// The file; its drop-ins are in conf.d beside it.
+    #[arg(long, value_name = "F", env = "OVERFENCE_CONFIG", hide_env_values = true)]
+    config: Option<PathBuf>,
+}
+
+impl Which {
+    fn load(&self) -> Result<Loaded, Failure> {
+        Loaded::read(self.config.as_deref(), std::env::vars_os()).map_err(|fault| refused(&fault))
+    }
+}
+
+/// A configuration that is not taken, with the system's answer.
+fn refused(fault: &config::Error) -> Failure {
+    use std::error::Error as _;
+    let source = fault.source().map(|source| format!(" ({source})")).unwrap_or_default();
+    Failure::new(Code::BadRequest, format!("{fault}{source}"))
+}
+
+/// Does it.
+pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
+    match verb {
+        Verb::Default => context.print(&config::default_toml()),
+        Verb::Check(which) => {
+            let loaded = which.load()?;
+            context.note(&format!("the configuration is good: policy:{}", loaded.config.digest()));
+            Ok(())
+        }
+        Verb::Show(which) => {
+            let loaded = which.load()?;
+            context.show(&loaded.config, |_| config::show(&loaded))
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! `overfence completions` and `overfence man`, and the reference in `docs/CLI.md`.
+
+use clap::{Args, Command, CommandFactory as _};
+use clap_complete::Shell;
+
+use super::Cli;
+use super::context::Context;
+use crate::agent::failure::Failure;
+use crate::model::code::Code;
+
+/// `completions`
+#[derive(Debug, Args)]
+pub struct Completions {
+    /// For which shell.
+    shell: Shell,
+}
+
+/// `man`
+#[derive(Debug, Args)]
+pub struct Man {
+    /// The verb, for instance `session open`; else overfence itself.
+    verb: Vec<String>,
+}
+
+/// Prints a completion script.
+pub(super) fn completions(context: &Context, wish: Completions) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(wish.shell, &mut Cli::command(), "overfence", &mut script);
+    context.print(&String::from_utf8_lossy(&script))
+}
+
+/// Prints a manual page.
+pub(super) fn man(context: &Context, wish: &Man) -> Result<(), Failure> {
+    let mut root = Cli::command();
+    root.build();
+    let mut command = root;
+    for word in &wish.verb {
+        command = command.find_subcommand(word).cloned().ok_or_else(|| {
+            let verb = wish.verb.join(" ");
+            let message = format!("there is no verb {verb:?}; `overfence --help` lists them");
+            Failure::new(Code::NotFound, message)
+        })?;
+    }
+    let name = command.get_bin_name().unwrap_or("overfence").replace(' ', "-");
+    let mut page = Vec::new();
+    clap_mangen::Man::new(command.name(name))
+        .render(&mut page)
+        .map_err(|fault| Failure::new(Code::Internal, format!("cannot write the page: {fault}")))?;
+    context.print(&String::from_utf8_lossy(&page))
+}
+
+/// The reference of the command line, as committed in `docs/CLI.md`.
+pub fn reference() -> String {
+    let mut text = String::from(
+        "# Command line\n\nMade from the program by a test (`UPDATE_GOLDEN=1 cargo test --lib cli` \
+         writes it).\n",
+    );
+    let mut root = Cli::command().term_width(96).mut_args(|arg| arg.hide_env(true));
+    root.build();
+    chapter(&root, &mut text);
+    text.push_str(
+        "\n## Codes\n\nEach failure has a stable code: on standard error before the message, in \
+         `problem+json` as `code`. `run` and `session exec` exit with 125 for failures of their \
+         own.\n\n| code | exit | HTTP | meaning |\n|---|---|---|---|\n",
+    );
+    for code in Code::ALL {
+        let (exit, status, meaning) = (code.exit(), code.status(), code.meaning());
+        text.push_str(&format!("| `{code}` | {exit} | {status} | {meaning} |\n"));
+    }
+    text
+}
+
+fn chapter(command: &Command, text: &mut String) {
+    let name = command.get_bin_name().unwrap_or("overfence").to_owned();
+    // Options that every verb takes are told once, with the program itself.
+    let global = |arg: &clap::Arg| arg.is_global_set() && name != "overfence";
+    let globals: Vec<_> =
+        command.get_arguments().filter(|arg| global(arg)).map(|a| a.get_id().clone()).collect();
+    let mut shown = command.clone();
+    for id in globals {
+        shown = shown.mut_arg(id, |arg| arg.hide(true));
+    }
+    let help = shown.render_long_help().to_string();
+    let help: String = help.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+    text.push_str(&format!("\n## {name}\n\n```text\n{}\n```\n", help.trim_end()));
+    for verb in command.get_subcommands().filter(|verb| !verb.is_hide_set()) {
+        if verb.get_name() != "help" {
+            chapter(verb, text);
+        }
+    }
+}

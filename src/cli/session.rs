@@ -1,0 +1,332 @@
+//! `overfence session`
+
+use clap::{Args, Subcommand, ValueEnum};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::context::Context;
+use super::{fence, parse, run, table};
+use crate::agent::failure::Failure;
+use crate::api::client::{Client, path};
+use crate::model::code::Code;
+use crate::model::lease::HolderKind;
+use crate::model::session::CloseMode;
+use crate::model::view::{
+    Checkpointed, CloseSession, CreateWorkspace, OpenSession, Opened, SessionView,
+};
+
+/// What can be done with sessions.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Acquire the lease, mount the overlay, seal the cgroup; prints the lease token, once.
+    Open(Open),
+    /// List the sessions of this host.
+    List {
+        /// Only those with this label; may be repeated.
+        #[arg(long, value_name = "K=V", value_parser = parse::pair)]
+        selector: Vec<(String, String)>,
+    },
+    /// Show one: state, lease, proved facts, who holds a fence up.
+    Inspect {
+        /// Its id, or a unique prefix.
+        session: String,
+    },
+    /// Run a command in an open session (root).
+    Exec(run::Exec),
+    /// Capture what it wrote and publish it.
+    Checkpoint {
+        /// Its id, or a unique prefix.
+        session: String,
+    },
+    /// End it. With uncommitted bytes it wants to know what becomes of them.
+    Close(Close),
+}
+
+/// Under what terms a session is opened.
+#[derive(Debug, Args)]
+pub(super) struct Terms {
+    /// The workspace to write.
+    #[arg(short, long, value_name = "WS")]
+    pub(super) workspace: String,
+    /// Create the workspace first if there is none.
+    #[arg(long)]
+    create: bool,
+    /// With --create: a host directory captured once as its first layer; may be repeated.
+    #[arg(long, value_name = "DIR", requires = "create")]
+    lower: Vec<PathBuf>,
+    /// Who writes; else the caller.
+    #[arg(long, value_name = "NAME")]
+    owner: Option<String>,
+    /// The user that commands run as, by name or number; 0 is mapped to an unprivileged one.
+    #[arg(long, value_name = "U", value_parser = parse::user)]
+    user: Option<parse::Who>,
+    /// Time to live of the lease: 1s to 24h.
+    #[arg(long, value_name = "T", value_parser = parse::span)]
+    ttl: Option<Duration>,
+    /// Longest life of the lease, however often renewed.
+    #[arg(long, value_name = "T", value_parser = parse::span)]
+    max_lifetime: Option<Duration>,
+    /// A network of its own with nothing but loopback, or the host's.
+    #[arg(long, value_name = "WHICH")]
+    network: Option<Network>,
+    /// Revoke a live predecessor, and do not wait for its freeze.
+    #[arg(long)]
+    force: bool,
+    /// When a fenced writer still holds a descriptor: stay frozen, or kill it after a while.
+    #[arg(long, value_name = "WHAT")]
+    on_busy: Option<fence::Busy>,
+    /// A label to select by; may be repeated.
+    #[arg(long, value_name = "K=V", value_parser = parse::pair)]
+    label: Vec<(String, String)>,
+}
+
+/// Whose life the lease follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Holder {
+    /// The session's command.
+    Process,
+    /// Whoever calls `lease beat`.
+    Beat,
+}
+
+/// Which network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Network {
+    /// Its own.
+    Own,
+    /// The host's.
+    Host,
+}
+
+/// `session open`
+#[derive(Debug, Args)]
+pub struct Open {
+    #[command(flatten)]
+    terms: Terms,
+    /// Whose life the lease follows: the command's, or whoever calls `lease beat`.
+    #[arg(long, value_name = "WHO", default_value = "beat")]
+    holder: Holder,
+}
+
+/// `session close`
+#[derive(Debug, Args)]
+pub struct Close {
+    /// Its id, or a unique prefix.
+    session: String,
+    /// Publish the uncommitted bytes first.
+    #[arg(long, conflicts_with_all = ["keep", "discard"])]
+    checkpoint: bool,
+    /// Keep them as a preserved delta.
+    #[arg(long, conflicts_with = "discard")]
+    keep: bool,
+    /// Delete them.
+    #[arg(long)]
+    discard: bool,
+    /// Do not ask before deleting.
+    #[arg(long)]
+    yes: bool,
+}
+
+/// Does it.
+pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
+    let client = context.client()?;
+    match verb {
+        Verb::Open(Open { terms, holder }) => context.show(&open(&client, terms, holder)?, opened),
+        Verb::List { selector } => {
+            let mut all: Vec<SessionView> = client.get(&path(&["sessions"]))?;
+            all.retain(|session| parse::selected(&session.labels, &selector));
+            context.show(&all, |all| list(all))
+        }
+        Verb::Inspect { session } => context.show(&get(&client, &session)?, one),
+        Verb::Exec(wish) => run::exec(context, wish).map(drop),
+        Verb::Checkpoint { session } => {
+            let place = path(&["sessions", &session, "checkpoint"]);
+            let done: Checkpointed = client.post(&place, &serde_json::json!({}))?;
+            context.show(&done, checkpointed)
+        }
+        Verb::Close(wish) => {
+            let closed = close(context, &client, &wish)?;
+            context.show(&closed, one)
+        }
+    }
+}
+
+pub(super) fn get(client: &Client, session: &str) -> Result<SessionView, Failure> {
+    client.get(&path(&["sessions", session]))
+}
+
+/// Opens a session.
+pub(super) fn open(client: &Client, terms: Terms, holder: Holder) -> Result<Opened, Failure> {
+    let labels: std::collections::BTreeMap<_, _> = terms.label.into_iter().collect();
+    let create = match terms.create {
+        false => None,
+        true => Some(CreateWorkspace {
+            id: terms.workspace.clone(),
+            owner: terms.owner.clone(),
+            lowers: parse::path_texts(&terms.lower)?,
+            labels: labels.clone(),
+            ..CreateWorkspace::default()
+        }),
+    };
+    let wish = OpenSession {
+        workspace: terms.workspace,
+        create,
+        owner: terms.owner,
+        ttl_ms: terms.ttl.map(parse::ms),
+        max_lifetime_ms: terms.max_lifetime.map(parse::ms),
+        holder: Some(match holder {
+            Holder::Process => HolderKind::Process,
+            Holder::Beat => HolderKind::Beat,
+        }),
+        uid: terms.user.map(|user| user.uid),
+        gid: terms.user.map(|user| user.gid),
+        host_network: terms.network == Some(Network::Host),
+        force: terms.force,
+        wait_ms: None,
+        on_busy: terms.on_busy.map(Into::into),
+        kill_after_ms: None,
+        grace_ms: None,
+        labels,
+    };
+    client.post(&path(&["sessions"]), &wish)
+}
+
+fn close(context: &Context, client: &Client, wish: &Close) -> Result<SessionView, Failure> {
+    let mode = match wish {
+        Close { checkpoint: true, .. } => Some(CloseMode::Checkpoint),
+        Close { keep: true, .. } => Some(CloseMode::Keep),
+        Close { discard: true, .. } => Some(CloseMode::Discard),
+        _ => None,
+    };
+    let mut session = wish.session.clone();
+    if mode == Some(CloseMode::Discard) {
+        let view = get(client, &session)?;
+        let what = format!(
+            "This deletes what session {} of {} (generation {}) wrote since version {}, in {}",
+            view.id, view.workspace, view.generation, view.expected.version, view.upper.0
+        );
+        context.confirm(&what, wish.yes)?;
+        session = view.id;
+    }
+    client.post(&path(&["sessions", &session, "close"]), &CloseSession { mode })
+}
+
+/// Where uncommitted bytes of a session are, in words.
+pub(super) fn whereabouts(view: &SessionView) -> String {
+    format!(
+        "what it wrote is kept in {} (see `overfence preserved list`; `overfence preserved \
+         export {}` writes a bundle)",
+        view.upper.0, view.id
+    )
+}
+
+/// The failure of a session whose lease was lost, if it was.
+pub(super) fn lost(view: &SessionView) -> Option<Failure> {
+    let loss = view.loss.as_ref()?;
+    let facts = table::joined(view.facts.iter().map(|fact| fact.fact));
+    let facts = if facts.is_empty() { "none yet".into() } else { facts };
+    let mut message = format!(
+        "session {} of {} (generation {}) lost its lease: {loss}. Proved: {facts}; {}",
+        view.id,
+        view.workspace,
+        view.generation,
+        whereabouts(view)
+    );
+    if let Some(missing) = &view.missing {
+        message.push_str(&format!(". Not proved yet: {missing}"));
+    }
+    Some(Failure::new(Code::LeaseLost, message))
+}
+
+fn opened(opened: &Opened) -> String {
+    let session = &opened.session;
+    let predecessor = opened.predecessor.as_ref();
+    table::facts([
+        ("session", Some(session.id.clone())),
+        ("workspace", Some(session.workspace.clone())),
+        ("generation", Some(session.generation.to_string())),
+        ("version", Some(session.base.version.to_string())),
+        ("merged", Some(session.merged.0.clone())),
+        ("lease", Some(format!("{}, {} each time", session.lease, table::ms(session.ttl_ms)))),
+        ("token", Some(opened.token.clone())),
+        (
+            "before",
+            predecessor.map(|p| {
+                format!(
+                    "{} (generation {}, session {}): {}",
+                    p.owner, p.generation, p.session, p.why
+                )
+            }),
+        ),
+    ])
+}
+
+fn list(all: &[SessionView]) -> String {
+    table::rows(
+        ["SESSION", "WORKSPACE", "STATE", "CLASS", "GENERATION", "LEFT", "FACTS", "OWNER"],
+        all.iter().map(|session| {
+            [
+                session.id.clone(),
+                session.workspace.clone(),
+                session.state.clone(),
+                session.class.clone(),
+                session.generation.to_string(),
+                table::left(session.remaining_ms),
+                table::or_dash(Some(table::joined(session.facts.iter().map(|f| f.fact)))),
+                session.owner.clone(),
+            ]
+        }),
+    )
+}
+
+/// A session as it stands.
+pub(super) fn one(session: &SessionView) -> String {
+    let mut text = table::facts([
+        ("session", Some(session.id.clone())),
+        ("workspace", Some(session.workspace.clone())),
+        ("owner", Some(session.owner.clone())),
+        ("labels", Some(table::labels(&session.labels))),
+        ("state", Some(format!("{} ({})", session.state, session.class))),
+        ("generation", Some(session.generation.to_string())),
+        ("lease", Some(format!("{}, {} each time", session.lease, table::ms(session.ttl_ms)))),
+        ("left", session.remaining_ms.map(|left| table::left(Some(left)))),
+        ("may publish", Some(if session.may_publish { "yes" } else { "no" }.into())),
+        ("in doubt", session.doubt.clone()),
+        ("lost", session.loss.clone()),
+        ("missing", session.missing.clone()),
+        ("base", Some(format!("version {}, {}", session.base.version, session.base.head))),
+        ("expects", Some(format!("version {}", session.expected.version))),
+        ("unknown", Some(table::joined(&session.unknown))),
+        ("merged", Some(session.merged.0.clone())),
+        ("upper", Some(session.upper.0.clone())),
+        ("cgroup", Some(format!("{} ({} processes)", session.cgroup.0, session.processes))),
+        ("trouble", session.trouble.clone()),
+    ]);
+    for fact in &session.facts {
+        let took = table::span(Duration::from_micros(fact.took_us));
+        text.push_str(&format!(
+            "proved {}: {} -> {} ({took})\n",
+            fact.fact, fact.asked, fact.answer
+        ));
+    }
+    for holder in &session.holders {
+        text.push_str(&format!("held by {holder}\n"));
+    }
+    for blocker in &session.blockers {
+        text.push_str(&format!(
+            "not frozen: pid {} ({}) in state {} {} {}\n",
+            blocker.pid, blocker.command, blocker.state, blocker.wchan, blocker.syscall
+        ));
+    }
+    text
+}
+
+fn checkpointed(done: &Checkpointed) -> String {
+    table::facts([
+        ("outcome", Some(done.outcome.clone())),
+        ("version", Some(done.at.version.to_string())),
+        ("layer", done.layer.map(|layer| layer.to_string())),
+        ("key", Some(done.key.clone())),
+        ("frozen for", Some(table::ms(done.frozen_ms))),
+    ])
+}

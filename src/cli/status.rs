@@ -1,0 +1,26 @@
+//! `overfence status`
+
+use super::context::Context;
+use super::table;
+use crate::agent::failure::Failure;
+use crate::model::view::StatusView;
+
+/// Shows how the agent is.
+pub(super) fn main(context: &Context) -> Result<(), Failure> {
+    let status: StatusView = context.client()?.get("/v1/status")?;
+    context.show(&status, |status| {
+        let sessions = status.sessions.iter().map(|(state, n)| format!("{n} {state}"));
+        table::facts([
+            ("agent", Some(format!("{} on {}", status.version, status.host))),
+            ("ready", Some(if status.ready { "yes" } else { "no" }.into())),
+            ("authority", Some(status.authority.clone())),
+            ("trouble", status.authority_trouble.clone()),
+            ("sessions", Some(table::or_dash(Some(table::joined(sessions))))),
+            ("preserved", Some(table::bytes(status.preserved_bytes))),
+            ("on hold", Some(table::joined(&status.held))),
+            ("last pass", Some(status.reconcile.clone())),
+            ("state", Some(status.state_dir.0.clone())),
+            ("cgroups", Some(status.cgroup.0.clone())),
+        ])
+    })
+}

@@ -11,6 +11,7 @@ mod confinement;
 mod host;
 mod main_job;
 mod rig;
+mod kernel_facts;
 mod room;
 mod upper;
 mod workload;
@@ -23,6 +24,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("upper", upper::tests()),
         ("confinement", confinement::tests()),
+        ("kernel_facts", kernel_facts::tests()),
         ("workload", workload::tests()),
     ]
 }

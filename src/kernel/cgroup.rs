@@ -6,12 +6,11 @@
 
 use std::ffi::OsStr;
 use std::fmt;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use rustix::event::PollFlags;
 use rustix::fs::{FileType, Mode, OFlags, XattrFlags};
 use rustix::io::Errno;
 
@@ -21,19 +20,19 @@ use crate::failpoint;
 use crate::model::facts::{Blocker, Proof};
 use crate::model::head::Digest;
 use crate::model::ids::Generation;
-use crate::model::step::Purpose;
+pub use crate::model::step::Purpose;
 use crate::model::time::BootNs;
 
 const STAMP: &str = "trusted.overfence.stamp";
 const TICKET: &str = "trusted.overfence.ticket";
 
-/// How long an answer is awaited by reading again before waiting for the kernel's notification,
-/// which is held back to one per 10 ms and file.
-const SPIN: Duration = Duration::from_millis(2);
-/// Of that, how long without giving the CPU away.
-const TIGHT: Duration = Duration::from_micros(200);
-/// A notification can fall between two reads; never wait longer than this for one.
-const WAIT: Duration = Duration::from_millis(10);
+/// How long an answer is awaited by reading again without giving the CPU away. Not longer: a
+/// real-time thread keeps the very tasks from running that have to reach the freezer.
+const TIGHT: Duration = Duration::from_micros(50);
+/// After that, the shortest and the longest pause between two reads; in between it is an eighth of
+/// what was waited so far. The kernel holds its notifications back to one per 10 ms and file, so
+/// reading again is never later than waiting for one.
+const PAUSE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(10));
 
 /// What we write on a cgroup before we freeze it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -179,7 +178,7 @@ impl Cgroup {
         let until = clock::now().plus(patience);
         loop {
             match remove_below(&self.path) {
-                Ok(()) | Err(Errno::NOENT) => break,
+                Ok(()) => break,
                 Err(Errno::BUSY | Errno::NOTEMPTY) if clock::now() < until => {
                     clock::sleep_until(clock::now().plus(Duration::from_millis(1)));
                 }
@@ -243,7 +242,7 @@ impl Cgroup {
 
     /// What the kernel says now.
     pub fn state(&self) -> Result<CgroupState> {
-        let mut buffer = [0; 64];
+        let mut buffer = [0; 256];
         let len = rustix::io::pread(&self.events, &mut buffer, 0)
             .at("read cgroup.events of", &self.path)?;
         let (populated, frozen) = parse_events(&buffer[..len]).ok_or_else(|| Error::Garbled {
@@ -296,8 +295,7 @@ impl Cgroup {
         }
     }
 
-    /// Reads again at once, then waits for notifications; the state is read a last time after the
-    /// deadline.
+    /// Reads again at once, then in growing pauses; the state is read a last time after the deadline.
     fn await_state(
         &self,
         begun: BootNs,
@@ -320,14 +318,12 @@ impl Cgroup {
             if now >= until {
                 return Ok(None);
             }
-            match now.since(begun) {
-                spent if spent < TIGHT => std::hint::spin_loop(),
-                spent if spent < SPIN => std::thread::yield_now(),
-                _ => {
-                    let step = until.min(now.plus(WAIT));
-                    clock::poll_until(self.events.as_fd(), PollFlags::PRI, Some(step))
-                        .at("wait on cgroup.events of", &self.path)?;
-                }
+            let spent = now.since(begun);
+            if spent < TIGHT {
+                std::hint::spin_loop();
+            } else {
+                let pause = (spent / 8).clamp(PAUSE.0, PAUSE.1);
+                clock::sleep_until(until.min(now.plus(pause)));
             }
         }
     }
@@ -394,16 +390,16 @@ fn collect_procs(dir: &Dir, pids: &mut Vec<u32>) -> Result<()> {
     Ok(())
 }
 
+/// Removes a cgroup after those nested in it; one that is gone already is fine.
 fn remove_below(path: &Path) -> rustix::io::Result<()> {
-    let dir = match Dir::open(path) {
-        Ok(dir) => dir,
-        Err(e) => return Err(e.errno().unwrap_or(Errno::IO)),
-    };
-    let entries = dir.sorted().map_err(|e| e.errno().unwrap_or(Errno::IO))?;
-    for entry in entries.iter().filter(|e| e.kind == FileType::Directory) {
-        remove_below(&path.join(&entry.name))?;
-    }
-    rustix::fs::rmdir(path)
+    let errno = |e: Error| e.errno().unwrap_or(Errno::IO);
+    let answer = Dir::open(path).and_then(|dir| dir.sorted()).map_err(errno).and_then(|entries| {
+        for entry in entries.iter().filter(|e| e.kind == FileType::Directory) {
+            remove_below(&path.join(&entry.name))?;
+        }
+        rustix::fs::rmdir(path)
+    });
+    if answer == Err(Errno::NOENT) { Ok(()) } else { answer }
 }
 
 #[cfg(test)]

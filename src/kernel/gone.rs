@@ -66,7 +66,8 @@ impl UnmountWatch {
     }
 
     /// Watches the overlay whose root this is, before it is unmounted. `root` may be closed
-    /// afterwards, and must be for a plain umount to succeed; the watch keeps nothing busy.
+    /// afterwards, and must be for a plain umount to succeed; the watch keeps nothing busy. A
+    /// session with several overlays is gone when all of them are.
     pub fn watch(&self, root: &OwnedFd, key: SessionId) -> Result<()> {
         let mut state = self.state();
         // IN_UNMOUNT is reported whatever is asked for; an overlay's root is never deleted.
@@ -115,6 +116,8 @@ impl UnmountWatch {
                 // proves nothing: the session then stays alive here and the probe has to decide.
                 if event.mask.contains(EventMask::UNMOUNT)
                     && let Some(key) = state.watched.remove(&event.wd)
+                    // A session mounted again while a copy of its first overlay lived has two.
+                    && !state.watched.values().any(|other| *other == key)
                 {
                     state.dead.insert(key, unmounted());
                     died.push(key);

@@ -13,41 +13,46 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags};
 
 use super::walk::Dir;
-use super::{Result, blockers, mountinfo};
+use super::{Result, blockers, cgroup, mountinfo};
 use crate::model::facts::Holder;
 
-/// The overlay in question.
-#[derive(Clone, Debug)]
-pub struct Question<'q> {
-    /// Device of its superblock, [`super::overlay::Mounted::s_dev`].
-    pub s_dev: u64,
-    /// Its upper.
-    pub upper: &'q Path,
-    /// Where the agent mounted it; this one mount is not counted as a holder.
-    pub target: &'q Path,
-    /// The session's cgroup, as /proc/PID/cgroup shows it (a path from the hierarchy's root).
-    pub cgroup: &'q Path,
+/// Names who keeps an overlay from becoming read-only: descriptors open for write, shared
+/// mappings, loop devices. Never empty: if nobody can be named, the kernel itself is the holder.
+///
+/// `s_dev` is [`super::overlay::Mounted::s_dev`], `cgroup` the path of the session's cgroup.
+pub fn of(s_dev: u64, upper: &Path, cgroup: &Path) -> Result<Vec<Holder>> {
+    let mut found = find(s_dev, upper, cgroup, Wanted::Writers)?;
+    if found.is_empty() {
+        found.push(kernel("a descriptor in flight, an io_uring, or a kernel-side user".to_owned()));
+    }
+    Ok(found)
 }
 
-/// Which holders matter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wanted {
-    /// Those that keep it from becoming read-only.
+/// Names everything that /proc and /sys show to use an overlay: besides its writers, readers,
+/// working and root directories, and its mounts in every namespace, the agent's own among them.
+pub fn all(s_dev: u64, upper: &Path, cgroup: &Path) -> Result<Vec<Holder>> {
+    find(s_dev, upper, cgroup, Wanted::All)
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Wanted {
     Writers,
-    /// Those that keep its superblock alive.
     All,
 }
 
-/// Names the holders that /proc and /sys show, by process. Processes that end meanwhile are left
-/// out.
-pub fn find(question: &Question<'_>, wanted: Wanted) -> Result<Vec<Holder>> {
+/// Processes that end meanwhile are left out.
+fn find(s_dev: u64, upper: &Path, cgroup: &Path, wanted: Wanted) -> Result<Vec<Holder>> {
     let pids = processes();
+    let root = cgroup::find_root()?;
     let mut search = Search {
-        question,
+        s_dev,
+        upper,
+        // As /proc/PID/cgroup shows it.
+        cgroup: Path::new("/").join(cgroup.strip_prefix(root).unwrap_or(cgroup)),
         wanted,
         namespaces: HashSet::new(),
         mounts: HashSet::new(),
-        upper: None,
+        inodes: None,
         found: Vec::new(),
     };
     // Mounts first: their ids are a mark for what comes after.
@@ -63,11 +68,6 @@ pub fn find(question: &Question<'_>, wanted: Wanted) -> Result<Vec<Holder>> {
     }
     search.loop_devices();
     Ok(search.found)
-}
-
-/// The holder to report when the kernel says EBUSY and nobody could be named.
-pub fn kernel_holder() -> Holder {
-    kernel("a descriptor in flight, an io_uring, or a kernel-side user".to_owned())
 }
 
 fn kernel(what: String) -> Holder {
@@ -90,14 +90,16 @@ fn processes() -> Vec<u32> {
 }
 
 struct Search<'s> {
-    question: &'s Question<'s>,
+    s_dev: u64,
+    upper: &'s Path,
+    cgroup: PathBuf,
     wanted: Wanted,
     /// Mount namespaces already read, by inode.
     namespaces: HashSet<u64>,
     /// Ids of mounts of the overlay in any namespace.
     mounts: HashSet<u64>,
-    /// Inodes of the upper, read only if a mapping asks for it.
-    upper: Option<(u64, HashSet<u64>)>,
+    /// The upper's device and the inodes in it, read only if a mapping asks for them.
+    inodes: Option<(u64, HashSet<u64>)>,
     found: Vec<Holder>,
 }
 
@@ -106,7 +108,7 @@ impl Search<'_> {
         let read = |name: &str| std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
         let command = blockers::parse_stat(&read("stat")).map(|(name, _)| name);
         let cgroup = parse_cgroup(&read("cgroup")).unwrap_or_default();
-        let inside = cgroup.starts_with(self.question.cgroup);
+        let inside = cgroup.starts_with(&self.cgroup);
         self.found.push(Holder {
             pid,
             command: command.unwrap_or_default(),
@@ -122,14 +124,12 @@ impl Search<'_> {
         if !self.namespaces.insert(namespace) {
             return;
         }
-        let ours = inode("/proc/thread-self/ns/mnt") == Some(namespace);
         for mount in mountinfo::read(Some(pid)).unwrap_or_default() {
-            if mount.dev != self.question.s_dev {
+            if mount.dev != self.s_dev {
                 continue;
             }
             self.mounts.insert(mount.id);
-            let own = ours && mount.point == self.question.target;
-            if self.wanted == Wanted::All && !own {
+            if self.wanted == Wanted::All {
                 self.add(pid, "mount", mount.point.display().to_string());
             }
         }
@@ -148,7 +148,7 @@ impl Search<'_> {
             if self.wanted == Wanted::Writers && !writes {
                 continue;
             }
-            if self.mounts.contains(&mount) || device(&entry.path()) == Some(self.question.s_dev) {
+            if self.mounts.contains(&mount) || device(&entry.path()) == Some(self.s_dev) {
                 self.add(pid, "descriptor", shown(&entry.path()));
             }
         }
@@ -164,7 +164,7 @@ impl Search<'_> {
             if self.wanted == Wanted::Writers && !mapping.shared {
                 continue;
             }
-            let ours = mapping.dev == self.question.s_dev || self.is_in_upper(&mapping)?;
+            let ours = mapping.dev == self.s_dev || self.is_in_upper(&mapping)?;
             if ours && named.insert(mapping.inode) {
                 self.add(pid, "mapping", mapping.path.display().to_string());
             }
@@ -173,26 +173,26 @@ impl Search<'_> {
     }
 
     fn is_in_upper(&mut self, mapping: &Mapping) -> Result<bool> {
-        let upper = match &mut self.upper {
-            Some(upper) => upper,
-            none => {
-                let dir = Dir::open(self.question.upper)?;
-                none.insert((dir.own_stat()?.dev, HashSet::new()))
-            }
-        };
-        if mapping.inode == 0 || mapping.dev != upper.0 || !mapping.shared {
+        if mapping.inode == 0 || !mapping.shared {
             return Ok(false);
         }
-        if upper.1.is_empty() {
-            collect_inodes(&Dir::open(self.question.upper)?, &mut upper.1)?;
+        let (dev, inodes) = match &mut self.inodes {
+            Some(known) => known,
+            none => none.insert((Dir::open(self.upper)?.own_stat()?.dev, HashSet::new())),
+        };
+        if mapping.dev != *dev {
+            return Ok(false);
         }
-        Ok(upper.1.contains(&mapping.inode))
+        if inodes.is_empty() {
+            collect_inodes(&Dir::open(self.upper)?, inodes)?;
+        }
+        Ok(inodes.contains(&mapping.inode))
     }
 
     fn places_of(&mut self, pid: u32) {
         for how in ["cwd", "root"] {
             let path = PathBuf::from(format!("/proc/{pid}/{how}"));
-            if device(&path) == Some(self.question.s_dev) {
+            if device(&path) == Some(self.s_dev) {
                 self.add(pid, how, shown(&path));
             }
         }
@@ -203,7 +203,7 @@ impl Search<'_> {
         for entry in entries.flatten() {
             let Ok(file) = std::fs::read(entry.path().join("loop/backing_file")) else { continue };
             let file = Path::new(OsStr::from_bytes(file.trim_ascii_end()));
-            if file.starts_with(self.question.target) {
+            if device(file) == Some(self.s_dev) {
                 let name = entry.file_name();
                 let what = format!("{} backed by {}", name.display(), file.display());
                 self.found.push(kernel(what));

@@ -235,6 +235,7 @@ fn damage<R>(outcome: &std::thread::Result<Result<R, Error>>) -> Option<String> 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -259,28 +260,49 @@ mod tests {
         .unwrap()
     }
 
-    /// Holds its batch open until `others` callers wait behind it.
-    fn gather(db: &Db, others: usize) {
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while db.waiting.load(Ordering::SeqCst) < others {
-            assert!(Instant::now() < deadline, "the others did not come");
-            std::thread::yield_now();
+    /// Lets `others` callers come while a first one holds its batch open for them.
+    struct Gathering<'a> {
+        db: &'a Db,
+        others: usize,
+        begun: Barrier,
+    }
+
+    impl<'a> Gathering<'a> {
+        fn of(db: &'a Db, others: usize) -> Self {
+            Self { db, others, begun: Barrier::new(others + 1) }
+        }
+
+        /// In the first one's job: waits until all others stand behind it.
+        fn hold(&self) {
+            self.begun.wait();
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while self.db.waiting.load(Ordering::SeqCst) < self.others {
+                assert!(Instant::now() < deadline, "the others did not come");
+                std::thread::yield_now();
+            }
+        }
+
+        /// In each other one, ahead of its call.
+        fn come(&self) {
+            self.begun.wait();
         }
     }
 
     #[test]
     fn jobs_that_come_together_share_one_commit_and_get_their_own_answers() {
         let (_dir, db) = fresh();
+        let all = Gathering::of(&db, 8);
         let answers: Vec<Result<usize, Error>> = std::thread::scope(|scope| {
             let first = scope.spawn(|| {
                 db.call(Durability::Full, |conn| {
-                    gather(&db, 8);
+                    all.hold();
                     put(conn, "first").map(|()| 100)
                 })
             });
             let rest = (0..8_usize).map(|n| {
-                let db = &db;
+                let (db, all) = (&db, &all);
                 scope.spawn(move || {
+                    all.come();
                     db.call(Durability::Full, |conn| {
                         put(conn, &format!("k{n}"))?;
                         // One of them fails after it wrote.
@@ -306,14 +328,16 @@ mod tests {
     #[test]
     fn a_panic_of_one_job_leaves_the_others() {
         let (_dir, db) = fresh();
+        let both = Gathering::of(&db, 1);
         std::thread::scope(|scope| {
             let first = scope.spawn(|| {
                 db.call(Durability::Full, |conn| {
-                    gather(&db, 1);
+                    both.hold();
                     put(conn, "first")
                 })
             });
             let dies = scope.spawn(|| {
+                both.come();
                 db.call(Durability::Full, |conn| -> Result<(), Error> {
                     put(conn, "dies")?;
                     panic!("as the test wants")
@@ -343,19 +367,17 @@ mod tests {
         {
             let before = db.commits();
             let name = format!("{first:?}");
+            let both = Gathering::of(&db, 1);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     db.call(first, |conn| {
-                        gather(&db, 1);
+                        both.hold();
                         put(conn, &name)
                     })
                     .unwrap();
                 });
                 scope.spawn(|| {
-                    let deadline = Instant::now() + Duration::from_secs(20);
-                    while db.writer.try_lock().is_ok() {
-                        assert!(Instant::now() < deadline, "the first did not come");
-                    }
+                    both.come();
                     db.call(second, |conn| put(conn, &format!("{name} then {second:?}"))).unwrap();
                 });
             });
@@ -379,14 +401,16 @@ mod tests {
         })
         .unwrap();
         // A violation that only COMMIT notices; to the code above it, an fsync error is the same.
+        let both = Gathering::of(&db, 1);
         let (good, bad) = std::thread::scope(|scope| {
             let good = scope.spawn(|| {
                 db.call(Durability::Full, |conn| {
-                    gather(&db, 1);
+                    both.hold();
                     put(conn, "good")
                 })
             });
             let bad = scope.spawn(|| {
+                both.come();
                 db.call(Durability::Full, |conn| {
                     conn.execute("INSERT INTO child VALUES ('nobody')", [])
                         .map_err(Error::sql("child"))

@@ -13,7 +13,8 @@ pub(super) fn make_dir(path: &Path) -> Result<(), Error> {
         .recursive(true)
         .mode(0o700)
         .create(path)
-        .map_err(Error::io("create directory", path))
+        .map_err(Error::io("create directory", path))?;
+    sync_parent(path)
 }
 
 /// Makes an empty file, 0600, unless it is there.

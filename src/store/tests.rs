@@ -210,7 +210,11 @@ fn an_altered_session_is_named_and_the_others_are_read() {
 fn each_kind_of_tampering_with_evidence_is_found() {
     let table: [(&str, u64, &str); 6] = [
         ("UPDATE evidence SET body = replace(body, 'uid 0', 'uid 9') WHERE seq=3", 3, "altered"),
-        ("UPDATE evidence SET hash = replace(hash, '0', '1') WHERE seq=3", 3, "altered"),
+        (
+            "UPDATE evidence SET hash = (SELECT hash FROM evidence WHERE seq=2) WHERE seq=3",
+            3,
+            "altered",
+        ),
         ("DELETE FROM evidence WHERE seq=3", 3, "missing"),
         ("DELETE FROM evidence WHERE seq=1", 1, "missing"),
         ("DELETE FROM evidence WHERE seq>3", 4, "ends before entry 5"),
@@ -229,6 +233,27 @@ fn each_kind_of_tampering_with_evidence_is_found() {
         assert_eq!(at, seq, "{statement}: {why}");
         assert!(why.contains(word), "{statement}: {why}");
     }
+}
+
+#[test]
+fn an_altered_entry_with_a_right_hash_breaks_the_next_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path()).unwrap();
+    for n in 1..=3 {
+        store.record(&journal(n), Durability::Full).unwrap();
+    }
+    let mut entry = store.evidence_since(1, 1).unwrap().remove(0);
+    entry.draft.actor = "uid 9".to_owned();
+    let hash = evidence::hash_of(&entry).unwrap();
+    sql(
+        dir.path(),
+        &format!(
+            "UPDATE evidence SET hash = '{hash}', body = replace(body, 'uid 0', 'uid 9')
+             WHERE seq=2"
+        ),
+    );
+    let (at, why) = fault(&store);
+    assert!(at == 3 && why.contains("does not follow"), "{at} {why}");
 }
 
 #[test]

@@ -160,7 +160,12 @@ fn by_fsconfig(layers: &Layers, style: Style) -> std::result::Result<OwnedFd, Fa
         rustix::mount::fsconfig_set_string(fs, key, value)
             .map_err(|e| refused(fs, e, "set the options of", upper))?;
     }
-    rustix::mount::fsconfig_create(fs).map_err(|e| refused(fs, e, "mount overlay with", upper))?;
+    match rustix::mount::fsconfig_create(fs) {
+        // Before 6.5 any option is taken, and one that is not known refused only here. If it is
+        // refused for another reason, the next style is too.
+        Err(Errno::INVAL) if style == Style::Appended => return Err(Fault::Unknown),
+        answer => answer.map_err(|e| refused(fs, e, "mount overlay with", upper))?,
+    }
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     rustix::mount::fsmount(fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
         .at("mount overlay with", upper)

@@ -27,6 +27,7 @@ const REFUSED: [(u64, &str); 9] = [
 /// Refuses a directory in which an upper and its work cannot live, and lowers that overlap with it
 /// or with each other. What is tried is removed again.
 pub fn preflight(dir: &Path, lowers: &[PathBuf]) -> Result<()> {
+    let dir = &*std::fs::canonicalize(dir).at("resolve", dir)?;
     let bad = |reason: String| Error::BadUpper { path: dir.to_owned(), reason };
     let magic = fs_magic(&Dir::open(dir)?).at("statfs", dir)?;
     if let Some((_, why)) = REFUSED.iter().find(|(m, _)| *m == magic) {

@@ -1,0 +1,170 @@
+//! One suite that every backend passes. Tests are named after the invariants they watch.
+
+mod leases;
+mod publications;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::*;
+use crate::model::ids::BootId;
+use crate::model::lease::HolderKind;
+use crate::model::time::{BootInstant, BootNs};
+use crate::store::Clock;
+
+/// An authority under test.
+pub trait Fixture: Sync {
+    /// The authority.
+    fn authority(&self) -> &dyn Authority;
+    /// Its clock.
+    fn clock(&self) -> &TestClock;
+    /// Kinds of the evidence that riders wrote, in order.
+    fn written(&self) -> Vec<String>;
+}
+
+/// A clock that a test sets.
+#[derive(Clone)]
+pub struct TestClock(Arc<std::sync::Mutex<BootInstant>>);
+
+impl Default for TestClock {
+    fn default() -> Self {
+        let clock = Self(Arc::new(std::sync::Mutex::new(instant(1, 0))));
+        clock.set(1, 1000);
+        clock
+    }
+}
+
+fn instant(boot: u128, seconds: u64) -> BootInstant {
+    let boot = BootId(uuid::Uuid::from_u128(boot));
+    BootInstant { boot, ns: BootNs(seconds * 1_000_000_000) }
+}
+
+impl TestClock {
+    /// Sets boot and seconds.
+    pub fn set(&self, boot: u128, seconds: u64) {
+        *self.0.lock().unwrap() = instant(boot, seconds);
+    }
+
+    /// The clock a backend takes.
+    pub fn clock(&self) -> Clock {
+        let at = Arc::clone(&self.0);
+        Arc::new(move || *at.lock().unwrap())
+    }
+}
+
+type Test = (&'static str, fn(&dyn Fixture));
+
+const TESTS: &[Test] = &[
+    ("a workspace is made once", leases::made_once),
+    ("I2 generations grow, also over delete and re-create", leases::i2_generations_grow),
+    ("I2 of competing acquisitions one wins", leases::i2_one_of_many),
+    ("I2 a lapsed lease is not revived", leases::i2_lapsed_is_not_revived),
+    ("I2 a lease of another boot is over", leases::i2_other_boot),
+    ("I2 an unknown workspace on HOLD is not made anew", leases::i2_held_unknown),
+    ("I2 a repair goes on above what was seen", leases::i2_repair),
+    ("I1 each single mismatch is refused and changes nothing", publications::i1_each_mismatch),
+    ("I1 of competing publications one wins", publications::i1_one_of_many),
+    ("I1 a closing lease may publish, an ended one may not", publications::i1_ended),
+    ("I7 the same key gets the same answer", publications::i7_same_answer),
+    ("I7 a buried key stays unusable", publications::i7_buried),
+    ("a takeover is recorded whole", leases::takeover_record),
+    ("readmission wants the head unmoved", leases::readmission),
+    ("a batch of renewals answers each", leases::renewals),
+    ("a rider is written exactly when its change is", publications::riders),
+    ("a live workspace is not deleted", leases::delete_refused),
+];
+
+/// Runs the suite, each test on a fixture of its own.
+pub fn run(make: &dyn Fn() -> Box<dyn Fixture>) {
+    let failed: Vec<&str> = TESTS
+        .iter()
+        .filter(|(name, test)| {
+            let fixture = make();
+            eprintln!("conformance: {name}");
+            catch_unwind(AssertUnwindSafe(|| test(&*fixture))).is_err()
+        })
+        .map(|(name, _)| *name)
+        .collect();
+    assert!(failed.is_empty(), "not conforming: {failed:#?}");
+}
+
+fn ws() -> WorkspaceId {
+    "team/repo".parse().unwrap()
+}
+
+fn layer(n: u8) -> Digest {
+    Digest([n; 32])
+}
+
+fn at(version: u64, layers: &[u8]) -> HeadAt {
+    let head = Head(layers.iter().map(|n| layer(*n)).collect());
+    HeadAt { version: Version(version), head }
+}
+
+fn create(f: &dyn Fixture) -> Workspace {
+    let new = NewWorkspace {
+        id: ws(),
+        owner: "ann".parse().unwrap(),
+        contact: "ann@host".to_owned(),
+        labels: BTreeMap::from([("k".to_owned(), "v".to_owned())]),
+        layers: vec![layer(1)],
+    };
+    f.authority().create(&new, no_rider()).unwrap().unwrap()
+}
+
+fn wish(n: u128) -> Acquire {
+    Acquire {
+        workspace: ws(),
+        lease: LeaseId::from_u128(n),
+        owner: format!("owner-{n}").parse().unwrap(),
+        host: HostId::from_u128(7),
+        session: SessionId::from_u128(n),
+        holder: HolderKind::Beat,
+        ttl: Duration::from_secs(30),
+        max_lifetime: Duration::from_secs(100),
+        force: None,
+        only_at: None,
+    }
+}
+
+fn acquire(f: &dyn Fixture, n: u128) -> Acquired {
+    f.authority().acquire(&wish(n), no_rider()).unwrap().unwrap()
+}
+
+fn refused(f: &dyn Fixture, wish: &Acquire) -> Code {
+    f.authority().acquire(wish, no_rider()).unwrap().unwrap_err().code
+}
+
+fn publication(a: &Acquired, key: u128, new: u8) -> Publish {
+    Publish {
+        workspace: ws(),
+        lease: a.lease.id,
+        generation: a.lease.generation,
+        session: a.lease.session,
+        expected: a.at.clone(),
+        key: PublicationKey::from_u128(key),
+        layer: layer(new),
+    }
+}
+
+fn publish(f: &dyn Fixture, p: &Publish) -> Result<HeadAt, Refusal> {
+    f.authority().publish(p, no_rider()).unwrap()
+}
+
+fn record(f: &dyn Fixture) -> Workspace {
+    f.authority().get(&ws()).unwrap().unwrap()
+}
+
+fn newest(f: &dyn Fixture) -> Happening {
+    f.authority().history(&ws(), 1).unwrap().remove(0).what
+}
+
+fn end(f: &dyn Fixture, a: &Acquired, state: LeaseState, why: &str) -> Result<(), Refusal> {
+    let (lease, generation) = (a.lease.id, a.lease.generation);
+    f.authority().end(&ws(), lease, generation, state, why, no_rider()).unwrap()
+}
+
+fn renewal(a: &Acquired) -> Renewal {
+    Renewal { workspace: ws(), lease: a.lease.id, generation: a.lease.generation }
+}

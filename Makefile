@@ -10,11 +10,12 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 export NO_INSTALL
 
 PREFIX ?= /usr/local
+FUZZ_SECONDS ?= 60
 # Tests measure times on real freezes: as many at once as a small host bears.
 TEST_THREADS ?= 2
 RELEASE := $(or $(CARGO_TARGET_DIR),target)/release/overfence
 
-.PHONY: help demo test bench check fmt clippy doc named-tests deny build install
+.PHONY: help demo test bench fuzz check fmt clippy doc named-tests deny build install
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +43,13 @@ test: ## Run all tests; without root the privileged suite is left out, loudly
 bench: ## Measure against bare system calls in the same run (root)
 	@packaging/setup.sh run
 	cargo bench --locked --bench '*'
+
+fuzz: ## Fuzz each parser for FUZZ_SECONDS (60); needs nightly Rust and cargo-fuzz
+	@command -v cargo-fuzz >/dev/null || { \
+		echo 'overfence: cargo-fuzz is missing: run cargo install --locked cargo-fuzz' >&2; exit 1; }
+	for target in $$(cargo +nightly fuzz list); do \
+		cargo +nightly fuzz run "$$target" -- -max_total_time=$(FUZZ_SECONDS); \
+	done
 
 check: fmt clippy doc named-tests deny ## Formatting, lints, docs, licences and sources of crates
 

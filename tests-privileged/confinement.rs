@@ -38,6 +38,7 @@ const WAYS: &[(&str, &[&str])] = &[
     ("etc_shadow", &["ENOENT"]),
     ("agent_socket", &["ENOENT"]),
     ("abstract_socket", &["ECONNREFUSED"]),
+    ("machine_socket", &["EPERM"]),
     ("raw_disk_node", &["EPERM"]),
     ("memory_device_node", &["EPERM"]),
     ("loop_control", &["ENOENT"]),
@@ -99,10 +100,12 @@ fn no_way_out(host: &host::Place, user: User, mapped: bool) {
     let _abstract = UnixListener::bind_addr(&address.unwrap()).unwrap();
     // Far above what the session's own process ids reach.
     let mut victim = loop {
-        let child = std::process::Command::new("/bin/sleep").arg("100").spawn().unwrap();
+        let mut child = std::process::Command::new("/bin/sleep").arg("100").spawn().unwrap();
         if child.id() > 500 {
             break child;
         }
+        child.kill().unwrap();
+        child.wait().unwrap();
     };
     let disk = std::fs::read_to_string("/proc/partitions").unwrap();
     let disk: Vec<u32> = disk

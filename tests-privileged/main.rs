@@ -9,9 +9,10 @@
 
 mod confinement;
 mod host;
+mod keeper;
+mod kernel_facts;
 mod main_job;
 mod rig;
-mod kernel_facts;
 mod room;
 mod upper;
 mod workload;
@@ -22,10 +23,11 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
+        ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("confinement", confinement::tests()),
-        ("kernel_facts", kernel_facts::tests()),
         ("workload", workload::tests()),
+        ("keeper", keeper::tests()),
     ]
 }
 

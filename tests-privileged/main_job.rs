@@ -5,7 +5,7 @@ use std::time::Duration;
 use overfence::agent::Sign;
 use overfence::model::code::Code;
 use overfence::model::session::CloseMode;
-use overfence::model::view::{CloseSession, ExportSession, FenceSession, ReadmitSession};
+use overfence::model::view::{CloseSession, ExportSession, FenceSession, Opened, ReadmitSession};
 
 use crate::host::{Place, Test};
 use crate::rig::{ROOT, has, merged, until, wish, with_agent, writer};
@@ -23,13 +23,25 @@ pub fn tests() -> Vec<Test> {
     ]
 }
 
+/// Writes until a file `pause` is there, so that a test can be sure that no descriptor is open.
+const PAUSABLE: &str = "while :; do [ -e pause ] || echo x >> log; sleep 0.01; done";
 const SOON: Duration = Duration::from_secs(5);
+
+async fn pause(of: &Opened) {
+    let log = merged(of).join("log");
+    while !log.exists() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    std::fs::write(merged(of).join("pause"), "").unwrap();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+}
 
 fn silent(place: &Place) {
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 1000)).await.unwrap();
         assert_eq!(a.session.generation, 1);
-        let mut child = writer(&a.session, "while :; do echo x >> log; sleep 0.05; done");
+        let mut child = writer(&a.session, PAUSABLE);
+        pause(&a).await;
         let a_view = until(&agent, &a.session.id, SOON, |v| has(v, "read-only")).await;
         assert!(has(&a_view, "frozen"), "{a_view:#?}");
         assert_eq!(a_view.state, "PRESERVED");
@@ -96,7 +108,7 @@ fn busy(place: &Place) {
 fn thawed(place: &Place) {
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 60_000)).await.unwrap();
-        let mut child = writer(&a.session, "while :; do echo x >> log; sleep 0.001; done");
+        let mut child = writer(&a.session, PAUSABLE);
         tokio::time::sleep(Duration::from_millis(50)).await;
         agent
             .fence(
@@ -166,12 +178,14 @@ fn readmit(place: &Place) {
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 2000)).await.unwrap();
         let id = a.session.id.parse().unwrap();
-        let mut child = writer(&a.session, "while :; do echo x >> log; sleep 0.001; done");
+        let mut child = writer(&a.session, PAUSABLE);
+        pause(&a).await;
         until(&agent, &a.session.id, SOON, |v| has(v, "read-only")).await;
         let wish =
             ReadmitSession { authorised_by: "ann".into(), reason: "it was on holiday".into() };
         let view = agent.readmit(&ROOT, id, wish).await.unwrap();
         assert_eq!((view.state.as_str(), view.generation), ("ACTIVE", 2));
+        std::fs::remove_file(merged(&a).join("pause")).unwrap();
         let log = a.session.upper.path().unwrap().join("log");
         let size = std::fs::metadata(&log).unwrap().len();
         tokio::time::sleep(Duration::from_millis(200)).await;

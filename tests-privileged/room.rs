@@ -27,6 +27,9 @@ impl Room {
         for part in ["upper", "work", "merged", "run", "state"] {
             std::fs::create_dir(dir.join(part)).unwrap();
         }
+        // As on a real host: nobody but root gets here by path.
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        std::fs::set_permissions(&dir, mode).unwrap();
         let owner = if mapped { 100_000 + user.uid } else { user.uid };
         std::os::unix::fs::chown(dir.join("upper"), Some(owner), Some(owner)).unwrap();
         std::fs::create_dir(dir.join("lower")).unwrap();

@@ -28,6 +28,8 @@ pub fn tests() -> Vec<host::Test> {
         a_daemon_keeps_the_init_and_orphans_are_reaped,
         a_command_outlives_its_client,
         concurrent_execs_start_one_init,
+        a_start_into_a_frozen_session_can_be_given_up,
+        a_shell_has_job_control,
         a_killed_session_is_told_from_an_answer,
         the_init_beats_while_its_command_runs,
         a_second_run_is_refused,
@@ -164,30 +166,11 @@ fn a_signal_to_the_client_reaches_the_command(host: &host::Place) {
 }
 
 fn a_terminal_interrupts_once_and_stops_the_job(host: &host::Place) {
-    // This process becomes the shell of a terminal of its own.
-    let terminal = nix::pty::openpty(None, None).unwrap();
-    rustix::process::setsid().unwrap();
-    rustix::process::ioctl_tiocsctty(&terminal.slave).unwrap();
+    let terminal = terminal();
     let mut keys = std::fs::File::from(terminal.master);
     for (name, start) in [("a", run as Start), ("b", exec)] {
         let room = Room::with(host, name, overfence::workload::User::default(), false);
-        let job = match fork().unwrap() {
-            Fork::Parent(pid) => pid,
-            Fork::Child => {
-                nix::unistd::setpgid(Pid::from_raw(0), Pid::from_raw(0)).unwrap();
-                rustix::stdio::dup2_stdin(&terminal.slave).unwrap();
-                rustix::stdio::dup2_stdout(&terminal.slave).unwrap();
-                // Until the job is in the foreground.
-                until("the foreground", || {
-                    nix::unistd::tcgetpgrp(terminal.slave.as_fd()).unwrap() == Pid::this()
-                });
-                exit_now(start(&room.place, &sh(TRAPS)).unwrap().code());
-            }
-        };
-        let _ = nix::unistd::setpgid(job, job);
-        // A shell in the background of its own terminal is stopped by this unless it ignores it.
-        nix::sys::signal::SigSet::from(Signal::SIGTTOU).thread_block().unwrap();
-        nix::unistd::tcsetpgrp(terminal.slave.as_fd(), job).unwrap();
+        let job = job(&terminal.slave, start, &room.place, &sh(TRAPS));
         let merged = room.place.merged.clone();
         let lines = || std::fs::read_to_string(merged.join("out")).unwrap_or_default();
         until("the traps are set", || merged.join("ready").exists());
@@ -212,8 +195,6 @@ fn a_terminal_interrupts_once_and_stops_the_job(host: &host::Place) {
         kill(job, Signal::SIGTERM).unwrap();
         assert_eq!(waitpid(job, None).unwrap(), WaitStatus::Exited(job, 42), "{name}");
     }
-    // The terminal goes with the test; its session's leader would be hung up.
-    nix::sys::signal::SigSet::from(Signal::SIGHUP).thread_block().unwrap();
 }
 
 fn a_daemon_keeps_the_init_and_orphans_are_reaped(host: &host::Place) {
@@ -256,6 +237,93 @@ fn concurrent_execs_start_one_init(host: &host::Place) {
         assert_eq!(room.out(&format!("out{n}")), first);
     }
     assert!(populated(&room.place), "an init for exec stays until the session is closed");
+}
+
+fn a_start_into_a_frozen_session_can_be_given_up(host: &host::Place) {
+    let room = Room::new(host);
+    let freeze = room.place.cgroup.join("cgroup.freeze");
+    for start in [run as Start, exec] {
+        if start as usize == exec as Start as usize {
+            assert_eq!(exec(&room.place, &sh("true")).unwrap(), Exit::Code(0));
+        }
+        std::fs::write(&freeze, "1").unwrap();
+        let pid = client(start, &room.place, &sh("echo > ran"));
+        until("it is in the cgroup", || find(&room.place, "privileged").is_some());
+        std::thread::sleep(Duration::from_millis(50));
+        kill(pid, Signal::SIGTERM).unwrap();
+        assert_eq!(waitpid(pid, None).unwrap(), WaitStatus::Exited(pid, 143));
+        std::fs::write(&freeze, "0").unwrap();
+        until("what was started is gone", || find(&room.place, "privileged").is_none());
+        assert!(!room.place.merged.join("ran").exists());
+    }
+}
+
+/// This process becomes the leader of a session with a terminal; what is typed goes to the first
+/// end.
+fn terminal() -> nix::pty::OpenptyResult {
+    let terminal = nix::pty::openpty(None, None).unwrap();
+    rustix::process::setsid().unwrap();
+    rustix::process::ioctl_tiocsctty(&terminal.slave).unwrap();
+    // A shell in the background of its own terminal is stopped by this unless it ignores it, and
+    // hung up when the terminal goes, as it does at the end of the test.
+    let ignored: nix::sys::signal::SigSet = [Signal::SIGTTOU, Signal::SIGHUP].into_iter().collect();
+    ignored.thread_block().unwrap();
+    terminal
+}
+
+/// A client as the foreground job of the terminal.
+fn job(terminal: &std::os::fd::OwnedFd, start: Start, place: &Place, command: &Command) -> Pid {
+    match fork().unwrap() {
+        Fork::Parent(pid) => {
+            let _ = nix::unistd::setpgid(pid, pid);
+            nix::unistd::tcsetpgrp(terminal.as_fd(), pid).unwrap();
+            pid
+        }
+        Fork::Child => {
+            nix::unistd::setpgid(Pid::from_raw(0), Pid::from_raw(0)).unwrap();
+            rustix::stdio::dup2_stdin(terminal).unwrap();
+            rustix::stdio::dup2_stdout(terminal).unwrap();
+            rustix::stdio::dup2_stderr(terminal).unwrap();
+            nix::sys::signal::SigSet::empty().thread_set_mask().unwrap();
+            until("the foreground", || {
+                nix::unistd::tcgetpgrp(terminal.as_fd()).unwrap() == Pid::this()
+            });
+            exit_now(start(place, command).unwrap().code());
+        }
+    }
+}
+
+fn a_shell_has_job_control(host: &host::Place) {
+    let terminal = terminal();
+    let mut keys = std::fs::File::from(terminal.master);
+    for (name, start) in [("a", run as Start), ("b", exec)] {
+        let room = Room::with(host, name, overfence::workload::User::default(), false);
+        let shell = Command {
+            argv: ["bash", "--norc", "--noprofile", "-i"].map(Into::into).into(),
+            env: vec![("TERM".into(), "dumb".into())],
+            cwd: None,
+        };
+        let pid = job(&terminal.slave, start, &room.place, &shell);
+        let mut screen = String::new();
+        let mut typed = |keys: &mut std::fs::File, text: &[u8], seen: &str| {
+            keys.write_all(text).unwrap();
+            let mut piece = [0; 512];
+            while !screen.contains(seen) {
+                let n = keys.read(&mut piece).unwrap();
+                screen.push_str(&String::from_utf8_lossy(&piece[..n]));
+            }
+            assert!(!screen.contains("no job control"), "{screen}");
+        };
+        // Quotes, so that the echo of what is typed is not taken for the answer.
+        typed(&mut keys, b"sleep 1000\n", "sleep 1000");
+        until("it sleeps", || find(&room.place, "1000").is_some());
+        typed(&mut keys, &[26], "Stopped");
+        typed(&mut keys, b"jobs; echo in the b'ack'\n", "in the back");
+        typed(&mut keys, b"kill %1; wait; tty; echo on'e'\n", "one");
+        keys.write_all(b"exit 9\n").unwrap();
+        assert_eq!(waitpid(pid, None).unwrap(), WaitStatus::Exited(pid, 9), "{screen}");
+        println!("{screen}");
+    }
 }
 
 fn a_killed_session_is_told_from_an_answer(host: &host::Place) {

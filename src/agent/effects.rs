@@ -2,7 +2,7 @@
 //! gives back what was answered as events; none decides anything.
 
 use std::os::fd::AsFd as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -149,17 +149,9 @@ impl Host {
                 ReadOnly::Busy(_) if clock::now() < until => std::thread::sleep(AGAIN),
                 ReadOnly::Busy(proof) => {
                     drop(turn);
-                    let question = holders::Question {
-                        s_dev: mounted.s_dev,
-                        upper: &slot.dirs.upper,
-                        target: &slot.dirs.merged,
-                        cgroup: &PathBuf::from(self.cgroup_in_hierarchy(slot.id)),
-                    };
-                    let mut holders =
-                        holders::find(&question, holders::Wanted::Writers).map_err(text)?;
-                    if holders.is_empty() {
-                        holders.push(holders::kernel_holder());
-                    }
+                    let place = self.paths.cgroup(slot.id);
+                    let holders =
+                        holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
                     return Ok(vec![Event::Busy { proof, holders }]);
                 }
             }

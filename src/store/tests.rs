@@ -38,6 +38,13 @@ fn session(n: u128) -> Session {
         lease: LeaseId::from_u128(n),
         generation: Generation(1),
         holder: HolderKind::Beat,
+        token: crate::model::head::Digest([7; 32]),
+        run_as: crate::model::session::RunAs {
+            uid: 1000,
+            gid: 1000,
+            mapped: false,
+            host_network: false,
+        },
         ttl: std::time::Duration::from_secs(30),
         ends: BootNs(9),
         base: HeadAt::default(),
@@ -422,7 +429,7 @@ fn an_acquisition_with_its_session_and_evidence_is_one_commit() {
         owner: "ann".parse().unwrap(),
         contact: String::new(),
         labels: BTreeMap::new(),
-        first: None,
+        layers: vec![],
     };
     authority.create(&new, no_rider()).unwrap().unwrap();
     let wish = Acquire {

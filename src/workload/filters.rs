@@ -124,6 +124,10 @@ fn refused() -> Result<BTreeMap<i64, Vec<SeccompRule>>, Unfilterable> {
         Ok(SeccompRule::new(vec![SeccompCondition::new(1, Len::Dword, Op::Eq, n)?])?)
     };
     rules.insert(libc::SYS_ioctl, vec![request(libc::TIOCSTI)?, request(libc::TIOCLINUX)?]);
+    // A virtual machine's line to its hypervisor is in no network namespace.
+    let family =
+        SeccompCondition::new(0, Len::Dword, Op::Eq, u64::from(libc::AF_VSOCK.unsigned_abs()))?;
+    rules.insert(libc::SYS_socket, vec![SeccompRule::new(vec![family])?]);
     let odd = PERSONALITIES
         .iter()
         .map(|&known| SeccompCondition::new(0, Len::Dword, Op::Ne, known))

@@ -14,7 +14,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::wait::waitpid;
 use nix::unistd::{Gid, Pid, Uid, setgroups, setresgid, setresuid};
-use rustix::fs::{CWD, MemfdFlags, Mode, OFlags, memfd_create};
+use rustix::fs::{CWD, MemfdFlags, memfd_create};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
 
@@ -179,30 +179,23 @@ impl Journey<'_> {
         SigSet::all().thread_block().map_err(at("block signals"))?;
         // 2. Into the sealed cgroup, before anything of the session's is touched.
         enter_cgroup(place).map_err(at("enter the sealed cgroup"))?;
-        // 3. Into a mount namespace of our own, with this session's overlay alone.
-        own_mounts(place).map_err(at("make a mount namespace"))?;
-        // 4. Descriptors of that namespace: those of another could not be bound.
-        let merged = hold(&place.merged).map_err(at("open the overlay"))?;
-        let run_dir = hold(&place.run_dir).map_err(at("open the session's directory"))?;
-        let binary = hold(&place.binary).map_err(at("open the overfence binary"))?;
-        let etc = hold(&self.etc).map_err(at("open the prepared /etc"))?;
-        // 5. Mapped ids: last of the steps that want the host's root.
+        // 3. Into a mount namespace of our own, with this session's mounts alone set up in it.
+        self.stage().map_err(at("set up the session's mounts"))?;
+        // 4. Mapped ids: last of the steps that want the host's root.
         if place.mapped {
             own_ids().map_err(at("map the session's ids"))?;
         }
-        // 6. The caller's streams are for the command, not for the monitor and the init.
+        // 5. The caller's streams are for the command, not for the monitor and the init.
         let streams = self.streams().map_err(at("set the standard streams apart"))?;
-        // 7. Nothing else that is open here gets in.
+        // 6. Nothing else that is open here gets in.
         close_all_on_exec().map_err(at("mark descriptors to be closed"))?;
-        let mut passed: Vec<BorrowedFd> =
-            vec![merged.as_fd(), run_dir.as_fd(), binary.as_fd(), etc.as_fd()];
-        passed.extend([self.orders.as_fd(), self.control.as_fd(), self.lock.as_fd()]);
-        passed.push(self.status.as_fd());
+        let mut passed: Vec<BorrowedFd> = vec![self.orders.as_fd(), self.control.as_fd()];
+        passed.extend([self.lock.as_fd(), self.status.as_fd()]);
         passed.extend(self.filters.iter().chain(&streams).map(AsFd::as_fd));
         for fd in passed {
             fcntl_setfd(fd, FdFlags::empty()).map_err(at("keep a descriptor open"))?;
         }
-        // 8. The walls.
+        // 7. The walls.
         let told = [self.orders.as_raw_fd(), self.control.as_raw_fd(), self.lock.as_raw_fd()];
         let init: Vec<RawFd> =
             told.into_iter().chain(streams.iter().map(|s| s.as_raw_fd())).collect();
@@ -210,10 +203,6 @@ impl Journey<'_> {
             tops: tops(),
             read_only_proc: present(walls::READ_ONLY_PROC),
             masked_proc: present(walls::MASKED_PROC),
-            etc: etc.as_raw_fd(),
-            run_dir: run_dir.as_raw_fd(),
-            binary: binary.as_raw_fd(),
-            merged: merged.as_raw_fd(),
             filters: self.filters.iter().map(|f| f.as_raw_fd()).collect(),
             status: self.status.as_raw_fd(),
             own_network: place.network == Network::Own,
@@ -228,6 +217,40 @@ impl Journey<'_> {
         crate::failpoint::hit("workload.walls.before");
         nix::unistd::execve(words[0].as_c_str(), &words, &[] as &[&std::ffi::CStr])
             .map_err(at("run bubblewrap"))
+    }
+
+    /// Copies of the session's four mounts are taken where we are, then attached below
+    /// [`walls::STAGE`] in a copy of the cell (or of our own namespace, when there is none).
+    fn stage(&self) -> io::Result<()> {
+        let Place { merged, run_dir, binary, cell, .. } = self.place;
+        let mut trees = vec![];
+        for path in [merged, run_dir, &self.etc, binary] {
+            let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+            let tree = open_tree(CWD, path, flags).map_err(|e| {
+                let e = io::Error::from(e);
+                io::Error::new(e.kind(), format!("{}: {e}", path.display()))
+            })?;
+            trees.push((tree, path.is_dir()));
+        }
+        if let Some(cell) = cell {
+            setns(File::open(cell)?, CloneFlags::CLONE_NEWNS)?;
+        }
+        unshare(CloneFlags::CLONE_NEWNS)?;
+        receive_only()?;
+        let stage = Path::new(walls::STAGE);
+        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+        nix::mount::mount(Some("tmpfs"), stage, Some("tmpfs"), flags, Some("mode=0755"))?;
+        for ((tree, is_dir), name) in trees.into_iter().zip(walls::STAGED) {
+            let at = stage.join(name);
+            if is_dir {
+                fs::create_dir(&at)?;
+            } else {
+                File::create_new(&at)?;
+            }
+            move_mount(tree, "", CWD, &at, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
+        }
+        // The attached ones came with the host's propagation.
+        receive_only()
     }
 
     /// Copies of the caller's streams for the init to hand on; our own become nothing, and errors
@@ -256,24 +279,6 @@ pub(super) fn enter_cgroup(place: &Place) -> io::Result<()> {
     crate::failpoint::hit("workload.enter.before");
     fs::write(place.cgroup.join("cgroup.procs"), "0")?;
     crate::failpoint::hit("workload.enter.after");
-    Ok(())
-}
-
-fn own_mounts(place: &Place) -> io::Result<()> {
-    let Some(cell) = &place.cell else {
-        unshare(CloneFlags::CLONE_NEWNS)?;
-        return receive_only();
-    };
-    let tree = open_tree(
-        CWD,
-        &place.merged,
-        OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC,
-    )?;
-    setns(File::open(cell)?, CloneFlags::CLONE_NEWNS)?;
-    unshare(CloneFlags::CLONE_NEWNS)?;
-    receive_only()?;
-    // The cell has the directory and nothing mounted on it.
-    move_mount(tree, "", CWD, &place.merged, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
     Ok(())
 }
 
@@ -323,10 +328,6 @@ pub(super) fn become_mapped_root() -> io::Result<()> {
     setgroups(&[])?;
     setresgid(gid, gid, gid)?;
     Ok(setresuid(uid, uid, uid)?)
-}
-
-fn hold(path: &Path) -> io::Result<OwnedFd> {
-    Ok(rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?)
 }
 
 /// A file in memory with `content`, to be read from its start.

@@ -1,6 +1,7 @@
 //! The argument list of bubblewrap: **this is the security policy of a session.** One pure
-//! function; a test holds its text. Descriptors are passed for everything that is the session's
-//! own, so that no path is looked up twice.
+//! function; a test holds its text. What is the session's own is bound from [`STAGE`], which the
+//! launcher has set up in a mount namespace of its own: no path of the host's is looked up twice,
+//! and none needs to be open to a mapped root.
 
 use std::ffi::OsString;
 use std::os::fd::RawFd;
@@ -17,6 +18,13 @@ pub(super) const BINARY: &str = "/run/overfence/overfence";
 
 /// Where the overlay is inside.
 pub(super) const WORKSPACE: &str = "/workspace";
+
+/// Where the launcher puts the session's own mounts before bubblewrap takes over: in its mount
+/// namespace alone, over a directory that every host has.
+pub(super) const STAGE: &str = "/run";
+
+/// The names below [`STAGE`]: the overlay, the session's directory, the prepared `/etc`, overfence.
+pub(super) const STAGED: [&str; 4] = ["workspace", "session", "etc", "overfence"];
 
 /// What `/tmp` may hold, bytes. `/dev/shm` the same.
 const SCRATCH: &str = "268435456";
@@ -65,14 +73,6 @@ pub(super) struct Walls {
     pub(super) read_only_proc: Vec<&'static str>,
     /// Those of [`MASKED_PROC`] that this kernel has.
     pub(super) masked_proc: Vec<&'static str>,
-    /// The prepared `/etc`, O_PATH.
-    pub(super) etc: RawFd,
-    /// The session's own directory, O_PATH.
-    pub(super) run_dir: RawFd,
-    /// The overfence binary, O_PATH.
-    pub(super) binary: RawFd,
-    /// The overlay, O_PATH.
-    pub(super) merged: RawFd,
     /// Seccomp programs.
     pub(super) filters: Vec<RawFd>,
     /// Where bubblewrap says the init's process id.
@@ -88,6 +88,7 @@ pub(super) struct Walls {
 /// The arguments, without the program's name.
 pub(super) fn arguments(walls: &Walls) -> Vec<OsString> {
     let mut args = Args(vec![]);
+    let [workspace, session, etc, overfence] = STAGED.map(|name| format!("{STAGE}/{name}"));
 
     // Namespaces of its own. Not the user namespace: when ids are mapped, ours is entered before,
     // since bubblewrap's own maps root to the host's root.
@@ -119,7 +120,7 @@ pub(super) fn arguments(walls: &Walls) -> Vec<OsString> {
         }
     }
     // A copy of chosen files without secrets; never the host's own directory.
-    args.add_fd("--ro-bind-fd", walls.etc, "/etc");
+    args.add(["--ro-bind", &etc, "/etc"]);
 
     // Its own processes only.
     args.add(["--proc", "/proc"]);
@@ -139,10 +140,10 @@ pub(super) fn arguments(walls: &Walls) -> Vec<OsString> {
     args.add(["--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--symlink", "/run", "/var/run"]);
 
     // The session's own directory: a directory, so that a restarted agent's new socket appears.
-    args.add_fd("--ro-bind-fd", walls.run_dir, RUN_DIR);
-    args.add_fd("--ro-bind-fd", walls.binary, BINARY);
+    args.add(["--ro-bind", &session, RUN_DIR]);
+    args.add(["--ro-bind", &overfence, BINARY]);
     // The one thing that is written: the session's overlay, and no other session's.
-    args.add_fd("--bind-fd", walls.merged, WORKSPACE);
+    args.add(["--bind", &workspace, WORKSPACE]);
 
     // Nothing can be added to the root or to /dev.
     args.add(["--remount-ro", "/dev"]);
@@ -186,10 +187,6 @@ impl Args {
     fn push(&mut self, words: &[OsString]) {
         self.0.extend_from_slice(words);
     }
-
-    fn add_fd(&mut self, option: &str, fd: RawFd, place: &str) {
-        self.push(&[option.into(), fd.to_string().into(), place.into()]);
-    }
 }
 
 #[cfg(test)]
@@ -201,10 +198,6 @@ mod tests {
             tops: vec![Top::Link("bin", "usr/bin".into()), Top::Directory("lib64")],
             read_only_proc: vec!["sys", "irq"],
             masked_proc: vec!["kcore"],
-            etc: 10,
-            run_dir: 11,
-            binary: 12,
-            merged: 13,
             filters: vec![14, 15],
             status: 16,
             own_network: true,
@@ -234,7 +227,7 @@ mod tests {
 --ro-bind /usr /usr
 --symlink usr/bin /bin
 --ro-bind /lib64 /lib64
---ro-bind-fd 10 /etc
+--ro-bind /run/etc /etc
 --proc /proc
 --ro-bind /proc/sys /proc/sys
 --ro-bind /proc/irq /proc/irq
@@ -249,9 +242,9 @@ mod tests {
 --dir /var
 --symlink /tmp /var/tmp
 --symlink /run /var/run
---ro-bind-fd 11 /run/overfence
---ro-bind-fd 12 /run/overfence/overfence
---bind-fd 13 /workspace
+--ro-bind /run/session /run/overfence
+--ro-bind /run/overfence /run/overfence/overfence
+--bind /run/workspace /workspace
 --remount-ro /dev
 --remount-ro /
 --cap-drop ALL

@@ -1,0 +1,198 @@
+//! The second line: what nobody renews is frozen, without an agent.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
+use nix::unistd::Pid;
+use overfence::keeper::PASS;
+use overfence::kernel::cgroup::{Cgroup, Purpose, Stamp};
+use overfence::kernel::clock;
+use overfence::kernel::deadlines::{Deadline, Table};
+use overfence::kernel::launch::{Fork, exit_now, fork};
+use overfence::model::ids::{Generation, SessionId};
+use overfence::model::time::BootNs;
+
+use crate::host;
+
+pub fn tests() -> Vec<host::Test> {
+    macro_rules! tests {
+        ($($name:ident),* $(,)?) => { vec![$(host::Test { name: stringify!($name), run: $name }),*] };
+    }
+    tests![
+        i9_a_deadline_is_kept_without_an_agent,
+        i3_a_fence_keeps_its_stamp_and_a_checkpoint_does_not,
+        an_unreadable_entry_is_frozen_and_a_vanished_file_changes_nothing,
+    ]
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < Duration::from_secs(15), "waited in vain: {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// A keeper in a process of its own.
+struct Keeper(Pid);
+
+impl Keeper {
+    /// Starts it; what it says goes to the file `keeper.log` beside the deadlines.
+    fn start(deadlines: &Path) -> Self {
+        match fork().unwrap() {
+            Fork::Parent(pid) => Self(pid),
+            Fork::Child => {
+                let log = std::fs::File::create(deadlines.with_file_name("keeper.log")).unwrap();
+                rustix::stdio::dup2_stderr(&log).unwrap();
+                let Err(e) = overfence::keeper::run(deadlines);
+                eprintln!("{e}");
+                exit_now(1)
+            }
+        }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        kill(self.0, Signal::SIGKILL).unwrap();
+        waitpid(self.0, None).unwrap();
+    }
+}
+
+struct Session {
+    cgroup: Cgroup,
+    entry: Deadline,
+    writer: std::process::Child,
+}
+
+impl Session {
+    /// A cgroup with a process in it that counts, for ever.
+    fn new(host: &host::Place, name: &str, deadline: BootNs) -> Self {
+        let path = host.cgroup.join(name);
+        let cgroup = Cgroup::create(&path).unwrap();
+        let count = host.dir.join(name);
+        let script = "echo $$ > $0/cgroup.procs; while :; do echo x >> $1; sleep 0.01; done";
+        let writer = std::process::Command::new("/bin/sh")
+            .arg("-c")
+            .arg(script)
+            .args([&path, &count])
+            .spawn()
+            .unwrap();
+        until("the writer writes", || count.exists());
+        let session = SessionId::fresh();
+        let entry = Deadline { session, generation: Generation(3), deadline, cgroup: path };
+        Self { cgroup, entry, writer }
+    }
+
+    fn frozen(&self) -> bool {
+        self.cgroup.state().unwrap().is_frozen()
+    }
+
+    fn until(&mut self, table: &mut Table, deadline: BootNs) {
+        self.entry.deadline = deadline;
+        table.set(&self.entry).unwrap();
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.writer.kill().unwrap();
+        self.writer.wait().unwrap();
+    }
+}
+
+fn soon(span: Duration) -> BootNs {
+    clock::now().plus(span)
+}
+
+const LONG: Duration = Duration::from_secs(1000);
+
+fn i9_a_deadline_is_kept_without_an_agent(host: &host::Place) {
+    let path = host.dir.join("deadlines");
+    // Before there is a file: it waits for one.
+    let _keeper = Keeper::start(&path);
+    std::thread::sleep(PASS);
+    let mut kept = Session::new(host, "kept", soon(LONG));
+    let mut lost = Session::new(host, "lost", soon(LONG));
+    let mut table = Table::create_or_open(&path).unwrap();
+    kept.until(&mut table, soon(LONG));
+    let deadline = soon(Duration::from_millis(730));
+    lost.until(&mut table, deadline);
+
+    clock::sleep_until(deadline.minus(Duration::from_millis(5)));
+    assert!(!lost.frozen(), "frozen before its deadline");
+    until("it is frozen", || lost.frozen());
+    let late = clock::now().since(deadline);
+    println!("frozen {late:?} after the deadline");
+    assert!(late < Duration::from_secs(1));
+    let stamp = Stamp { purpose: Purpose::Deadline, generation: Generation(3) };
+    assert_eq!(lost.cgroup.read_stamp().unwrap(), Some(stamp));
+    assert!(!kept.frozen() && kept.cgroup.read_stamp().unwrap().is_none());
+
+    // Whoever thaws it against its deadline has it for a pass.
+    for _ in 0..3 {
+        lost.cgroup.write_freeze(false).unwrap();
+        until("it is frozen again", || lost.frozen());
+    }
+    // Renewed and thawed, it runs; the keeper does not thaw by itself.
+    lost.until(&mut table, soon(LONG));
+    std::thread::sleep(PASS * 3);
+    assert!(lost.frozen(), "the keeper thawed");
+    lost.cgroup.write_freeze(false).unwrap();
+    std::thread::sleep(PASS * 3);
+    assert!(!lost.frozen(), "frozen although renewed");
+    // Removed: nobody's business any more.
+    kept.until(&mut table, soon(Duration::from_millis(200)));
+    table.remove(kept.entry.session).unwrap();
+    std::thread::sleep(Duration::from_millis(200) + PASS * 3);
+    assert!(!kept.frozen(), "frozen although removed");
+    // And it passes again, without the one who wrote the file.
+    lost.until(&mut table, soon(Duration::from_millis(50)));
+    drop(table);
+    until("it is frozen the second time", || lost.frozen());
+    let said = || std::fs::read_to_string(path.with_file_name("keeper.log")).unwrap();
+    let line = format!("frozen: {} generation 3", lost.entry.session);
+    until("it says so", || said().matches(&line).count() == 2);
+    std::thread::sleep(PASS * 3);
+    assert_eq!(said().matches(&line).count(), 2, "once each time it passed: {}", said());
+}
+
+fn i3_a_fence_keeps_its_stamp_and_a_checkpoint_does_not(host: &host::Place) {
+    let path = host.dir.join("deadlines");
+    let mut table = Table::create_or_open(&path).unwrap();
+    let mut sessions = vec![];
+    for (name, purpose) in [("fenced", Purpose::Fence), ("captured", Purpose::Checkpoint)] {
+        let session = Session::new(host, name, soon(Duration::ZERO));
+        session.cgroup.stamp(&Stamp { purpose, generation: Generation(3) }).unwrap();
+        table.set(&session.entry).unwrap();
+        sessions.push(session);
+    }
+    let _keeper = Keeper::start(&path);
+    until("both are frozen", || sessions.iter().all(Session::frozen));
+    let purposes: Vec<Purpose> =
+        sessions.iter().map(|s| s.cgroup.read_stamp().unwrap().unwrap().purpose).collect();
+    assert_eq!(purposes, [Purpose::Fence, Purpose::Deadline]);
+}
+
+fn an_unreadable_entry_is_frozen_and_a_vanished_file_changes_nothing(host: &host::Place) {
+    let path: PathBuf = host.dir.join("deadlines");
+    let session = Session::new(host, "a", soon(LONG));
+    let mut table = Table::create_or_open(&path).unwrap();
+    table.set(&session.entry).unwrap();
+    let keeper = Keeper::start(&path);
+    std::thread::sleep(PASS * 3);
+    assert!(!session.frozen(), "frozen although its entry is good");
+    // Gone from the path: what is mapped still holds, and is not passed for that.
+    std::fs::rename(&path, host.dir.join("away")).unwrap();
+    std::thread::sleep(PASS * 3);
+    assert!(!session.frozen(), "frozen because the file vanished");
+    // Garbled where the deadline is, in the entry's only slot.
+    let file = std::fs::File::options().write(true).open(host.dir.join("away")).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, &[0xff; 4], 4096 + 16).unwrap();
+    until("what cannot be read is frozen", || session.frozen());
+    let stamp = Stamp { purpose: Purpose::Deadline, generation: Generation::NONE };
+    assert_eq!(session.cgroup.read_stamp().unwrap(), Some(stamp));
+    drop(keeper);
+}

@@ -43,7 +43,8 @@ pub(super) fn man(context: &Context, wish: &Man) -> Result<(), Failure> {
     }
     let name = command.get_bin_name().unwrap_or("overfence").replace(' ', "-");
     let mut page = Vec::new();
-    clap_mangen::Man::new(command.name(name))
+    clap_mangen::Man::new(command)
+        .title(name)
         .render(&mut page)
         .map_err(|fault| Failure::new(Code::Internal, format!("cannot write the page: {fault}")))?;
     context.print(&String::from_utf8_lossy(&page))

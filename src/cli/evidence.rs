@@ -118,7 +118,7 @@ fn verified(report: &EvidenceReport) -> String {
     table::facts([
         ("chain", Some(if report.ok { "whole" } else { "BROKEN" }.into())),
         ("entries", Some(report.entries.to_string())),
-        ("head", Some(report.head.to_string())),
+        ("head", report.head.map(|head| head.to_string())),
         ("anchors", Some(report.anchors.to_string())),
         ("newest anchor", report.newest_anchor.map(|seq| format!("entry {seq}"))),
         ("fault", report.fault.clone()),

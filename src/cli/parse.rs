@@ -37,7 +37,7 @@ pub(super) fn selected(labels: &BTreeMap<String, String>, wanted: &[(String, Str
 
 /// How long from now: a span, or a time that lies ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Until(pub(super) Duration);
+pub struct Until(pub(super) Duration);
 
 pub(super) fn until(text: &str) -> Result<Until, String> {
     until_from(text, Timestamp::now())

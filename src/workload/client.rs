@@ -1,8 +1,12 @@
 //! The client's side: wait for the command, be stopped and signalled in its stead.
 
+use std::cell::RefCell;
+use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -29,33 +33,50 @@ const PASSED_ON: [Signal; 9] = [
 /// Those that end the start of a command which has none to receive them yet.
 const ENDING: [Signal; 4] = [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM];
 
+/// While a session stands frozen, its client asks this often whether that is for good: the freeze
+/// comes before the record of why.
+const ASK_EVERY: u16 = 500;
+
 /// A client that takes its signals by descriptor, from before the command starts until it is
-/// dropped.
-pub(super) struct Watch {
+/// dropped, and sees the session's cgroup freeze.
+pub(super) struct Watch<'a> {
     signals: SignalFd,
     before: SigSet,
+    events: Option<File>,
+    lost: RefCell<&'a mut dyn FnMut() -> bool>,
 }
 
-impl Watch {
-    /// Begins to hold signals back.
-    pub(super) fn begin() -> Result<Self> {
+/// What ended a wait.
+enum Woken {
+    /// The descriptor has something.
+    Readable,
+    /// A signal, or the cgroup has news.
+    Otherwise,
+    /// The session stands frozen, and its lease is lost.
+    Lost,
+}
+
+impl<'a> Watch<'a> {
+    /// Begins to hold signals back. `lost` is asked whenever `cgroup` stands frozen.
+    pub(super) fn begin(cgroup: &Path, lost: &'a mut dyn FnMut() -> bool) -> Result<Self> {
         let passed: SigSet = PASSED_ON.into_iter().collect();
         let at = || io_at("watch the signals of", "/proc/self");
         let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
         let signals = SignalFd::with_flags(&passed, flags).map_err(at())?;
         let before = passed.thread_swap_mask(SigmaskHow::SIG_BLOCK).map_err(at())?;
-        Ok(Self { signals, before })
+        // Without the file nothing is seen to freeze; that the cgroup is gone shows elsewhere.
+        let events = File::open(cgroup.join("cgroup.events")).ok();
+        Ok(Self { signals, before, events, lost: RefCell::new(lost) })
     }
 
     /// Waits until there is something to read while nothing runs yet.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] when a signal says to give up. A frozen session may keep a start
-    /// waiting for ever.
+    /// [`Error::Interrupted`] when a signal says to give up; [`Error::Lost`].
     pub(super) fn before_start(&self, fd: &impl AsFd) -> Result<()> {
         let doing = "wait for the start of";
         loop {
-            let readable = self.wait(fd).map_err(io_at(doing, "the command"))?;
+            let woken = self.wait(fd).map_err(io_at(doing, "the command"))?;
             while let Some(info) =
                 self.signals.read_signal().map_err(io_at(doing, "the command"))?
             {
@@ -67,8 +88,10 @@ impl Watch {
                     });
                 }
             }
-            if readable {
-                return Ok(());
+            match woken {
+                Woken::Readable => return Ok(()),
+                Woken::Otherwise => {}
+                Woken::Lost => return Err(Error::Lost),
             }
         }
     }
@@ -83,38 +106,58 @@ impl Watch {
     fn to_the_end(&self, control: &UnixStream, lock: Lock) -> io::Result<Exit> {
         let mut starting = Some(lock);
         loop {
-            let heard = self.wait(control)?;
+            let woken = self.wait(control)?;
             while let Some(info) = self.signals.read_signal()? {
                 pass_on(control, &info, starting.is_some());
             }
-            if heard {
-                match hear(control)? {
-                    Some(Word::Started) => starting = None,
-                    Some(Word::Exited(code)) => return Ok(Exit::Code(code)),
-                    Some(Word::Killed(signal)) => return Ok(Exit::Signal(signal)),
-                    Some(Word::Stopped) => stop_too(control)?,
-                    Some(_) => {}
-                    None => return Ok(Exit::Lost),
-                }
+            match woken {
+                Woken::Otherwise => continue,
+                Woken::Lost => return Ok(Exit::Lost),
+                Woken::Readable => {}
+            }
+            match hear(control)? {
+                Some(Word::Started) => starting = None,
+                Some(Word::Exited(code)) => return Ok(Exit::Code(code)),
+                Some(Word::Killed(signal)) => return Ok(Exit::Signal(signal)),
+                Some(Word::Stopped) => stop_too(control)?,
+                Some(_) => {}
+                None => return Ok(Exit::Lost),
             }
         }
     }
 
-    /// Waits for the descriptor or a signal; whether the descriptor has something.
-    fn wait(&self, fd: &impl AsFd) -> io::Result<bool> {
-        let mut set = [
+    /// Waits for the descriptor, a signal, or news of the cgroup.
+    fn wait(&self, fd: &impl AsFd) -> io::Result<Woken> {
+        // Read before the wait: a change after the read ends the wait at once.
+        let frozen = self.events.as_ref().and_then(frozen);
+        let patience = match frozen {
+            Some(true) if (self.lost.borrow_mut())() => return Ok(Woken::Lost),
+            Some(true) => PollTimeout::from(ASK_EVERY),
+            Some(false) | None => PollTimeout::NONE,
+        };
+        let mut set = vec![
             PollFd::new(fd.as_fd(), PollFlags::POLLIN),
             PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
         ];
-        match poll(&mut set, PollTimeout::NONE) {
-            Ok(_) => Ok(set[0].any().unwrap_or(false)),
-            Err(Errno::EINTR) => Ok(false),
+        if let (Some(events), Some(_)) = (&self.events, frozen) {
+            set.push(PollFd::new(events.as_fd(), PollFlags::POLLPRI));
+        }
+        match poll(&mut set, patience) {
+            Ok(_) if set[0].any().unwrap_or(false) => Ok(Woken::Readable),
+            Ok(_) | Err(Errno::EINTR) => Ok(Woken::Otherwise),
             Err(e) => Err(e.into()),
         }
     }
 }
 
-impl Drop for Watch {
+/// Whether the kernel says `frozen 1`; `None` when the cgroup is gone.
+fn frozen(events: &File) -> Option<bool> {
+    let mut text = [0; 256];
+    let len = events.read_at(&mut text, 0).ok()?;
+    Some(text[..len].split(|&byte| byte == b'\n').any(|line| line == b"frozen 1"))
+}
+
+impl Drop for Watch<'_> {
     fn drop(&mut self) {
         // Cannot fail: the mask is one that this thread had.
         let _ = self.before.thread_set_mask();

@@ -159,7 +159,7 @@ pub enum Exit {
     Code(u8),
     /// By this signal.
     Signal(u8),
-    /// Without an answer: the session was killed around it.
+    /// Without an answer: the session was killed or frozen for good around it.
     Lost,
 }
 
@@ -186,6 +186,9 @@ pub enum Error {
         /// The id.
         id: u32,
     },
+    /// The session was frozen for good before the command started.
+    #[error("the session's lease was lost before the command started")]
+    Lost,
     /// No program was given.
     #[error("nothing to run: give a command after --")]
     NoCommand,
@@ -264,12 +267,25 @@ fn io_at<E: Into<io::Error>>(
 /// # Errors
 /// Nothing was run, or (after a start) the wait itself failed.
 pub fn run(place: &Place, command: &Command) -> Result<Exit> {
+    run_until(place, command, &mut || false)
+}
+
+/// As [`run`]; `lost` is asked, again and again, while the session stands frozen. When it says
+/// yes the client leaves the command as it stands: the answer is [`Exit::Lost`].
+///
+/// # Errors
+/// As [`run`].
+pub fn run_until(
+    place: &Place,
+    command: &Command,
+    lost: &mut dyn FnMut() -> bool,
+) -> Result<Exit> {
     check(place, command)?;
     let lock = record::Lock::take(place)?;
     if lock.init(place)?.is_some() {
         return Err(Error::Running { session: place.session });
     }
-    conduct(lock, |lock, watch| launch::init(place, Some(command), lock, watch))
+    conduct(place, lost, lock, |lock, watch| launch::init(place, Some(command), lock, watch))
 }
 
 /// Runs `command` in the session, beside whatever runs there; starts the session's init first if
@@ -278,9 +294,21 @@ pub fn run(place: &Place, command: &Command) -> Result<Exit> {
 /// # Errors
 /// Nothing was run, or (after a start) the wait itself failed.
 pub fn exec(place: &Place, command: &Command) -> Result<Exit> {
+    exec_until(place, command, &mut || false)
+}
+
+/// As [`exec`], with the question of [`run_until`].
+///
+/// # Errors
+/// As [`exec`].
+pub fn exec_until(
+    place: &Place,
+    command: &Command,
+    lost: &mut dyn FnMut() -> bool,
+) -> Result<Exit> {
     check(place, command)?;
     let lock = record::Lock::take(place)?;
-    conduct(lock, |lock, watch| {
+    conduct(place, lost, lock, |lock, watch| {
         let init = match lock.init(place)? {
             Some(init) => init,
             None => {
@@ -299,13 +327,16 @@ pub fn exec(place: &Place, command: &Command) -> Result<Exit> {
 
 /// Prepares a command, has it started, waits for it. A signal before it runs is its end.
 fn conduct(
+    place: &Place,
+    lost: &mut dyn FnMut() -> bool,
     lock: record::Lock,
     prepare: impl FnOnce(&record::Lock, &client::Watch) -> Result<UnixStream>,
 ) -> Result<Exit> {
-    let watch = client::Watch::begin()?;
+    let watch = client::Watch::begin(&place.cgroup, lost)?;
     let ended = prepare(&lock, &watch).and_then(|control| watch.attend(&control, lock));
     match ended {
         Err(Error::Interrupted { signal, .. }) => Ok(Exit::Signal(signal)),
+        Err(Error::Lost) => Ok(Exit::Lost),
         other => other,
     }
 }

@@ -6,6 +6,7 @@
 mod bundle;
 mod config;
 mod context;
+mod daemons;
 mod demo;
 mod docs;
 mod doctor;
@@ -85,6 +86,10 @@ pub enum Output {
 /// What can be done.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
+    /// Run the agent: it serves the API, renews leases, and stops stale writers.
+    Agent(daemons::Daemon),
+    /// Run the keeper: it freezes sessions whose deadline passed, agent or no agent.
+    Keeper(daemons::Daemon),
     /// Open a session, run a command in it, publish or keep what it wrote: the whole job (root).
     Run(run::Run),
     /// Workspaces: what is written.
@@ -156,6 +161,8 @@ pub fn main(cli: Cli) -> ExitCode {
 
 fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
     match verb {
+        Verb::Agent(wish) => daemons::agent(&wish),
+        Verb::Keeper(wish) => daemons::keeper(&wish),
         Verb::Run(wish) => return run::run(context, wish),
         Verb::Session(session::Verb::Exec(wish)) => return run::exec(context, wish),
         Verb::Evidence(verb) => return evidence::main(context, verb),

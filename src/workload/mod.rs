@@ -275,11 +275,7 @@ pub fn run(place: &Place, command: &Command) -> Result<Exit> {
 ///
 /// # Errors
 /// As [`run`].
-pub fn run_until(
-    place: &Place,
-    command: &Command,
-    lost: &mut dyn FnMut() -> bool,
-) -> Result<Exit> {
+pub fn run_until(place: &Place, command: &Command, lost: &mut dyn FnMut() -> bool) -> Result<Exit> {
     check(place, command)?;
     let lock = record::Lock::take(place)?;
     if lock.init(place)?.is_some() {

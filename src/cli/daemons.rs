@@ -1,0 +1,106 @@
+//! The two long-running verbs: the agent with its API, and the keeper.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::agent::failure::Failure;
+use crate::agent::{Agent, SessionSocket};
+use crate::config::Config;
+use crate::model::code::Code;
+
+/// Run the agent: it serves the API, renews leases, and stops stale writers.
+#[derive(Debug, Args)]
+pub struct Daemon {
+    /// Configuration file, instead of /etc/overfence/config.toml.
+    #[arg(long, value_name = "F")]
+    config: Option<PathBuf>,
+}
+
+impl Daemon {
+    fn load(&self) -> Result<Config, Failure> {
+        Config::load(self.config.as_deref())
+            .map_err(|e| Failure::new(Code::BadRequest, with_causes(&e)))
+    }
+}
+
+/// Runs the agent until SIGTERM or SIGINT. Sessions, their mounts and their cgroups go on.
+pub fn agent(wish: &Daemon) -> Result<(), Failure> {
+    let config = wish.load()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(256)
+        .enable_all()
+        .build()
+        .map_err(|e| internal(&e))?;
+    let outcome = runtime.block_on(serve(config));
+    // A blocked call (a sync of gigabytes) must not hold up the end.
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn serve(config: Config) -> Result<(), Failure> {
+    let mut term = signal(SignalKind::terminate()).map_err(|e| internal(&e))?;
+    let mut int = signal(SignalKind::interrupt()).map_err(|e| internal(&e))?;
+    let (agent, sockets) = crate::agent::start(config.clone())
+        .await
+        .map_err(|e| Failure::new(Code::Internal, with_causes(&e)))?;
+    let listener = crate::api::bind(&config.socket).map_err(|e| at(&config.socket, &e))?;
+    tokio::spawn(session_sockets(agent.clone(), sockets));
+    if let Some(address) = config.api.metrics_listen {
+        let tcp = tokio::net::TcpListener::bind(address).await.map_err(|e| at(&address, &e))?;
+        tokio::spawn(crate::api::serve_metrics(agent.clone(), tcp, std::future::pending()));
+    }
+    // Without systemd there is nobody to tell.
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    tracing::info!("ready on {}", config.socket.display());
+    let end = async move {
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+        }
+    };
+    crate::api::serve(agent.clone(), &config, listener, end).await;
+    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+    agent.stop();
+    Ok(())
+}
+
+async fn session_sockets(
+    agent: Agent,
+    mut sockets: tokio::sync::mpsc::UnboundedReceiver<SessionSocket>,
+) {
+    while let Some((session, listener)) = sockets.recv().await {
+        match tokio::net::UnixListener::from_std(listener) {
+            Ok(listener) => {
+                tokio::spawn(crate::api::serve_session(agent.clone(), session, listener));
+            }
+            Err(fault) => tracing::error!(OVERFENCE_SESSION = %session, "session socket: {fault}"),
+        }
+    }
+}
+
+/// Runs the keeper until it is killed.
+pub fn keeper(wish: &Daemon) -> Result<(), Failure> {
+    let deadlines = wish.load()?.runtime_dir.join("deadlines");
+    match crate::keeper::run(&deadlines) {
+        Ok(never) => match never {},
+        Err(fault) => Err(Failure::new(Code::Internal, with_causes(&fault))),
+    }
+}
+
+fn at(what: &dyn std::fmt::Debug, fault: &dyn std::error::Error) -> Failure {
+    Failure::new(Code::Internal, format!("{what:?}: {fault}"))
+}
+
+fn internal(fault: &dyn std::error::Error) -> Failure {
+    Failure::new(Code::Internal, with_causes(fault))
+}
+
+fn with_causes(fault: &dyn std::error::Error) -> String {
+    match fault.source() {
+        None => fault.to_string(),
+        Some(cause) => format!("{fault}: {}", with_causes(cause)),
+    }
+}

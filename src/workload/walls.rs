@@ -139,6 +139,8 @@ pub(super) fn arguments(walls: &Walls) -> Vec<OsString> {
     args.add(["--perms", "1777", "--size", SCRATCH, "--tmpfs", "/tmp"]);
     args.add(["--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--symlink", "/run", "/var/run"]);
 
+    // Named, so that everybody may search it: what bubblewrap makes on the way to a bind is 0700.
+    args.add(["--dir", "/run"]);
     // The session's own directory: a directory, so that a restarted agent's new socket appears.
     args.add(["--ro-bind", &session, RUN_DIR]);
     args.add(["--ro-bind", &overfence, BINARY]);
@@ -242,6 +244,7 @@ mod tests {
 --dir /var
 --symlink /tmp /var/tmp
 --symlink /run /var/run
+--dir /run
 --ro-bind /run/session /run/overfence
 --ro-bind /run/overfence /run/overfence/overfence
 --bind /run/workspace /workspace

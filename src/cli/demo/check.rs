@@ -80,9 +80,9 @@ fn stat(pid: u32) -> Option<(char, u64)> {
     Some((rest.first()?.chars().next()?, rest.get(19)?.parse().ok()?))
 }
 
-/// When a process started, in clock ticks; `None` when it is no more.
+/// When a process started, in clock ticks; `None` when it has ended, collected or not.
 pub(super) fn started(pid: u32) -> Option<u64> {
-    stat(pid).map(|(_, begun)| begun)
+    stat(pid).filter(|(state, _)| !matches!(state, 'Z' | 'X')).map(|(_, begun)| begun)
 }
 
 /// Who runs in a cgroup, such that a pid that is used again is another one.

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,8 +11,9 @@ use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, MsFlags};
 use nix::sched::CloneFlags;
-use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use tokio::signal::unix::{SignalKind, signal};
 
 use super::ask::{Operator, command, installed};
 use crate::agent::failure::Failure;
@@ -54,8 +56,8 @@ impl Place {
         }
         let binary = std::env::current_exe()
             .map_err(|e| unsupported(format!("cannot find this binary: {e}")))?;
-        let interrupted = listen().map_err(|e| unsupported(format!("cannot watch ^C: {e}")))?;
         own_mounts().map_err(|e| unsupported(format!("cannot make a mount namespace: {e}")))?;
+        let interrupted = listen().map_err(|e| unsupported(format!("cannot watch ^C: {e}")))?;
         let cgroup = own_cgroup().map_err(unsupported)?;
         let dir = own_dir().map_err(unsupported)?;
         let socket = dir.join("run/overfence.sock");
@@ -196,16 +198,27 @@ impl Drop for Place {
     }
 }
 
-/// The first signal that asks to end is noted by a thread of its own; all threads that are
-/// started later, and no child, leave those signals to it.
-fn listen() -> nix::Result<Arc<Mutex<Option<Signal>>>> {
-    let wanted: SigSet = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP].into_iter().collect();
-    wanted.thread_block()?;
+/// Notes the first signal that asks to end. By handlers and not by a mask, which the children
+/// would inherit.
+fn listen() -> std::io::Result<Arc<Mutex<Option<Signal>>>> {
     let noted = Arc::new(Mutex::new(None));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let within = runtime.enter();
+    let mut int = signal(SignalKind::interrupt())?;
+    let mut term = signal(SignalKind::terminate())?;
+    let mut hup = signal(SignalKind::hangup())?;
+    drop(within);
     let note = Arc::clone(&noted);
     std::thread::spawn(move || {
-        while let Ok(signal) = wanted.wait() {
-            note.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(signal);
+        loop {
+            let came = runtime.block_on(async {
+                tokio::select! {
+                    _ = int.recv() => Signal::SIGINT,
+                    _ = term.recv() => Signal::SIGTERM,
+                    _ = hup.recv() => Signal::SIGHUP,
+                }
+            });
+            note.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(came);
         }
     });
     Ok(noted)
@@ -229,13 +242,11 @@ fn own_cgroup() -> Result<PathBuf, String> {
 fn own_dir() -> Result<PathBuf, String> {
     let mut refused = vec![];
     for base in BASES {
-        let dir = match nix::unistd::mkdtemp(&Path::new(base).join(format!("{NAME}XXXXXX"))) {
-            Ok(dir) => dir,
-            Err(e) => {
-                refused.push(format!("{base}: {e}"));
-                continue;
-            }
-        };
+        let dir = Path::new(base).join(format!("{NAME}{}", std::process::id()));
+        if let Err(e) = fs::DirBuilder::new().mode(0o700).create(&dir) {
+            refused.push(format!("{}: {e}", dir.display()));
+            continue;
+        }
         match overlay::preflight(&dir, &[]) {
             Ok(()) => return Ok(dir),
             Err(why) => refused.push(why.to_string()),

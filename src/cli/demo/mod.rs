@@ -16,7 +16,7 @@
 //! On disk, and gone afterwards unless `--keep` was said:
 //!
 //! ```text
-//! /var/tmp/overfence-demo-XXXXXX/
+//! /var/tmp/overfence-demo-<pid>/
 //!     config.toml  agent.log  keeper.log
 //!     state/  run/                              the agent's
 //! <cgroup2>/<own cgroup>/overfence-demo-<pid>/  the agent's sessions are below

@@ -18,8 +18,9 @@ use super::writer::Writer;
 /// How long anything that should happen at once may take on a loaded machine.
 pub(super) const SOON: Duration = Duration::from_secs(5);
 
-/// One write a line; its file is open only while it writes. The beats come from beside it.
-const A: &str = "while :; do /run/overfence/overfence lease beat >/dev/null; sleep 0.4; done & \
+/// One write a line; its file is open only while it writes. The beats come from beside it. When
+/// its client leaves while it stands stopped, the kernel hangs up on it, as on any job: it lives on.
+const A: &str = "trap \"\" HUP; while :; do /run/overfence/overfence lease beat >/dev/null; sleep 0.4; done & \
     while read -r x; do if echo \"$x\" >> a.txt; then echo \"wrote $x\"; else echo refused; fi; done";
 
 /// Keeps its file open and never beats.
@@ -105,6 +106,14 @@ fn a_writes(
     }
     step.asked(&writer.asked, begun.elapsed());
     step.check("A's bytes are in its upper", check::holds(&a.upper.join("a.txt"), WRITTEN));
+    let granted = shown(&place.dir, &a.id)?.1;
+    let mut renewed = granted;
+    let waited = place.until("A's lease is renewed", SOON, || {
+        renewed = shown(&place.dir, &a.id)?.1;
+        Ok(renewed > granted)
+    });
+    let seen = format!("session.json: deadline moved by {}", span(nanos(renewed - granted)));
+    step.expect("A's beats move its deadline", waited.is_ok(), seen);
     Ok((a, writer))
 }
 
@@ -156,8 +165,13 @@ fn a_stops(
     })?;
     let frozen = fact(&view, "frozen")?;
     let read_only = fact(&view, "read-only")?;
-    let deadline = deadline(&place.dir, &a.id)?;
-    let late = |at: u64| Duration::from_nanos(at.saturating_sub(deadline));
+    let (state, deadline) = shown(&place.dir, &a.id)?;
+    step.expect(
+        "A could read that its lease is lost",
+        state == "lost",
+        format!("session.json: {state}"),
+    );
+    let late = |at: u64| nanos(at.saturating_sub(deadline));
     step.answered = format!(
         "{}\nfrozen {} after the deadline ({} -> {})\nread-only {} after it ({} -> {})",
         text(&view, "/loss"),
@@ -201,13 +215,16 @@ fn fact(view: &Value, name: &str) -> Result<Fact, String> {
     })
 }
 
-/// The local deadline that passed, boot clock nanoseconds, from the file that A itself could read.
-fn deadline(dir: &Path, session: &str) -> Result<u64, String> {
+fn nanos(n: u64) -> Duration {
+    Duration::from_nanos(n)
+}
+
+/// What a session's workload is shown: whether its lease is good, and the local deadline in boot
+/// clock nanoseconds.
+fn shown(dir: &Path, session: &str) -> Result<(String, u64), String> {
     let file = dir.join("run/sessions").join(session).join("inside/session.json");
     let raw = std::fs::read(&file).map_err(|e| format!("{}: {e}", file.display()))?;
     let shown: Value = serde_json::from_slice(&raw).map_err(|e| e.to_string())?;
-    match (shown["state"].as_str(), shown["deadline"].as_u64()) {
-        (Some("lost"), Some(deadline)) => Ok(deadline),
-        _ => Err(format!("{} does not say that the lease is lost: {shown}", file.display())),
-    }
+    let deadline = shown["deadline"].as_u64().ok_or_else(|| format!("no deadline in {shown}"))?;
+    Ok((text(&shown, "/state"), deadline))
 }

@@ -233,7 +233,9 @@ fn evidence(place: &Place, step: &mut Step, database: &Database) -> Result<(), S
     let report = must(place, step, &["evidence", "verify"])?;
     let (entries, anchors) = (report.get("/entries"), report.get("/anchors"));
     step.answered = format!("chain of {entries} entries and {anchors} anchors verified");
-    step.expect("the chain is whole", report.get("/ok") == "true", report.get("/fault"));
+    let whole = report.get("/ok") == "true";
+    let seen = if whole { report.get("/head") } else { report.get("/fault") };
+    step.expect("the chain is whole", whole, seen);
     let rows = database.evidence()?;
     let told = entries.parse::<u64>().unwrap_or(0);
     // What was written since it was asked only adds.

@@ -36,4 +36,3 @@ mod watch;
 pub use handle::{Agent, Sign};
 pub use host::SessionSocket;
 pub use start::{StartError, start};
-pub use view::selected;

@@ -133,9 +133,9 @@ impl Inner {
         match s.state {
             State::Fencing | State::Deleting | State::Releasing => true,
             State::Fenced | State::Preserved => {
-                !s.facts.has(Fact::Gone)
-                    && (!s.facts.has(Fact::ReadOnly) || !s.facts.has(Fact::Frozen))
-                    || !s.unknown.is_empty()
+                let stopped = s.facts.has(Fact::Frozen) || s.facts.has(Fact::Killed);
+                let proved = s.facts.has(Fact::Gone) || (stopped && s.facts.has(Fact::ReadOnly));
+                !proved || !s.unknown.is_empty()
             }
             State::Active => {
                 let thawing =

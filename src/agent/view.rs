@@ -1,6 +1,5 @@
 //! From records to what is shown.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -173,7 +172,9 @@ pub fn missing(s: &Session) -> Option<Fact> {
         State::Fencing | State::Fenced | State::Preserved => {
             let wanted = Fact::ALL.into_iter().filter(|f| *f <= s.policy.fence_to);
             let needed = wanted.filter(|f| *f != Fact::Killed || s.policy.fence_to == Fact::Killed);
-            needed.filter(|f| !s.facts.has(*f)).max()
+            // Who was killed cannot run: stronger than frozen.
+            let killed = s.facts.has(Fact::Killed);
+            needed.filter(|f| !s.facts.has(*f) && !(killed && *f == Fact::Frozen)).max()
         }
         State::Opening
         | State::Active
@@ -199,11 +200,6 @@ pub fn class(s: &Session) -> &'static str {
         State::Deleting | State::Closed => "SAFE_TO_DELETE",
         State::Quarantined => "QUARANTINED",
     }
-}
-
-/// Whether all selectors `k=v` fit.
-pub fn selected(labels: &BTreeMap<String, String>, selector: &BTreeMap<String, String>) -> bool {
-    selector.iter().all(|(k, v)| labels.get(k) == Some(v))
 }
 
 fn remaining(inner: &Inner) -> i64 {

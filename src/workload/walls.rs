@@ -139,7 +139,7 @@ pub(super) fn arguments(walls: &Walls) -> Vec<OsString> {
     args.add(["--perms", "1777", "--size", SCRATCH, "--tmpfs", "/tmp"]);
     args.add(["--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--symlink", "/run", "/var/run"]);
 
-    // Named, so that everybody may search it: what bubblewrap makes on the way to a bind is 0700.
+    // Made by name: what bubblewrap makes on the way to a mount point only root can enter.
     args.add(["--dir", "/run"]);
     // The session's own directory: a directory, so that a restarted agent's new socket appears.
     args.add(["--ro-bind", &session, RUN_DIR]);

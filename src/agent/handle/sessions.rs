@@ -116,7 +116,10 @@ impl Agent {
             (Sign::Socket { .. }, HolderKind::Beat) => {}
             (Sign::Socket { pid }, HolderKind::Process) => {
                 let init = show::init_of(&self.0.paths, id).ok().flatten();
-                if init.is_none_or(|init| init.pid != pid) {
+                let cgroup = self.0.paths.cgroup(id);
+                let speaks =
+                    init.is_some_and(|i| i.pid == pid && i.lives_in(&cgroup).unwrap_or(false));
+                if !speaks {
                     return Err(Failure::new(
                         Code::Denied,
                         "this lease follows its session's command; only the session's init speaks for it",

@@ -12,8 +12,6 @@ pub(super) fn on_killed(s: &mut Session, proof: &Proof) -> Step {
         }
         State::Fencing | State::Fenced | State::Preserved => {
             s.facts.prove(Fact::Killed, proof.clone());
-            // Nothing is left that could be thawed.
-            s.facts.prove(Fact::Frozen, proof.clone());
             s.blockers.clear();
             if s.state == State::Fencing {
                 s.state = State::Fenced;

@@ -72,17 +72,30 @@ pub(super) fn pids(cgroup: &Path) -> Result<Vec<u32>, String> {
     Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
 }
 
-/// State letter and start time of a process; `None` when it is no more.
-fn stat(pid: u32) -> Option<(char, u64)> {
+/// A process as /proc/PID/stat has it.
+struct Stat {
+    state: char,
+    exiting: bool,
+    started: u64,
+}
+
+/// `None` when it is no more.
+fn stat(pid: u32) -> Option<Stat> {
+    const PF_EXITING: u64 = 4;
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The command's name may hold anything; fields are counted after it.
     let rest: Vec<&str> = text.rsplit_once(") ")?.1.split(' ').collect();
-    Some((rest.first()?.chars().next()?, rest.get(19)?.parse().ok()?))
+    Some(Stat {
+        state: rest.first()?.chars().next()?,
+        exiting: rest.get(6)?.parse::<u64>().ok()? & PF_EXITING != 0,
+        started: rest.get(19)?.parse().ok()?,
+    })
 }
 
-/// When a process started, in clock ticks; `None` when it has ended, collected or not.
+/// When a process started, in clock ticks; `None` when it has ended. One that is exiting has left
+/// its cgroup and given up memory and files; how long it is listed is up to whoever collects it.
 pub(super) fn started(pid: u32) -> Option<u64> {
-    stat(pid).filter(|(state, _)| !matches!(state, 'Z' | 'X')).map(|(_, begun)| begun)
+    stat(pid).filter(|stat| !stat.exiting && stat.state != 'Z').map(|stat| stat.started)
 }
 
 /// Who runs in a cgroup, such that a pid that is used again is another one.
@@ -93,7 +106,7 @@ pub(super) fn running(cgroup: &Path) -> Result<BTreeMap<u32, u64>, String> {
 /// Whether every process in it stands stopped by SIGSTOP.
 pub(super) fn stopped(cgroup: &Path) -> Look {
     let all = pids(cgroup)?;
-    let still = all.iter().filter(|pid| stat(**pid).is_some_and(|(s, _)| s == 'T')).count();
+    let still = all.iter().filter(|pid| stat(**pid).is_some_and(|stat| stat.state == 'T')).count();
     Ok((!all.is_empty() && still == all.len(), format!("{still} of {} in state T", all.len())))
 }
 

@@ -174,7 +174,10 @@ pub(super) fn nothing_left(
         let name = entry.file_name().to_string_lossy().into_owned();
         let Ok(pid) = name.parse::<u32>() else { continue };
         if ran.get(&pid).is_some_and(|begun| super::check::started(pid) == Some(*begun)) {
-            left.push(format!("process {pid}"));
+            let part = |name: &str| fs::read_to_string(entry.path().join(name)).unwrap_or_default();
+            let (command, cgroup) = (part("comm"), part("cgroup"));
+            let cgroup = cgroup.lines().last().unwrap_or_default();
+            left.push(format!("process {pid} ({}) in {cgroup}", command.trim()));
         }
         // A process that ends meanwhile has no mounts any more.
         let mounts = fs::read_to_string(entry.path().join("mountinfo")).unwrap_or_default();

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use overfence::kernel::launch::{Fork, exit_now, fork};
-use overfence::workload::{Command, Exit, Holder, Place, exec, live_init, run};
+use overfence::workload::{self, Command, Exit, Holder, Place, exec, live_init, run};
 
 use crate::host;
 use crate::room::{Room, sh};
@@ -31,6 +31,7 @@ pub fn tests() -> Vec<host::Test> {
         a_start_into_a_frozen_session_can_be_given_up,
         a_shell_has_job_control,
         a_killed_session_is_told_from_an_answer,
+        a_client_leaves_a_session_only_when_it_is_frozen_for_good,
         the_init_beats_while_its_command_runs,
         a_second_run_is_refused,
         start_time_is_small,
@@ -344,6 +345,42 @@ fn a_killed_session_is_told_from_an_answer(host: &host::Place) {
         until("the session is empty", || !populated(place));
         std::fs::write(place.cgroup.join("cgroup.freeze"), "0").unwrap();
         assert_eq!(live_init(place).unwrap(), None);
+    }
+}
+
+fn a_client_leaves_a_session_only_when_it_is_frozen_for_good(host: &host::Place) {
+    type Start = fn(&Place, &Command, &mut dyn FnMut() -> bool) -> workload::Result<Exit>;
+    for (name, start) in [("a", workload::run_until as Start), ("b", workload::exec_until)] {
+        let room = Room::with(host, name, overfence::workload::User::default(), false);
+        let place = &room.place;
+        let freeze = |wish: &str| std::fs::write(place.cgroup.join("cgroup.freeze"), wish).unwrap();
+        let freezer = match fork().unwrap() {
+            Fork::Parent(pid) => pid,
+            Fork::Child => {
+                until("it runs", || place.merged.join("ready").exists());
+                freeze("1");
+                exit_now(0);
+            }
+        };
+        // Frozen and asked: no (a checkpoint, say); thawed; frozen again, and now for good.
+        let mut asked = 0;
+        let mut lost = || {
+            asked += 1;
+            if asked == 2 {
+                freeze("0");
+                until("it goes on", || place.merged.join("again").exists());
+                freeze("1");
+            }
+            asked > 3
+        };
+        let command = sh("echo > ready; sleep 0.2; echo > again; sleep 1000");
+        assert_eq!(start(place, &command, &mut lost).unwrap(), Exit::Lost);
+        waitpid(freezer, None).unwrap();
+        assert_eq!(asked, 4);
+        assert!(find(place, "sleep").is_some(), "the frozen command is left as it stands");
+        std::fs::write(place.cgroup.join("cgroup.kill"), "1").unwrap();
+        until("the session is empty", || !populated(place));
+        freeze("0");
     }
 }
 

@@ -44,7 +44,14 @@ impl Host {
         if matches!(effect, Effect::Kill | Effect::Remove | Effect::Publish { .. })
             && let Err(fault) = self.store.anchor()
         {
-            return vec![Event::Failed { what: "anchor".to_owned(), why: fault.to_string() }];
+            let why = format!("the evidence could not be anchored: {}", text(fault));
+            return vec![match effect {
+                // Nothing was sent; resolving the key says so for good.
+                Effect::Publish { key, .. } => {
+                    Event::Published { key: *key, outcome: Published::Unknown { why } }
+                }
+                _ => Event::Failed { what: effect.name().to_owned(), why },
+            }];
         }
         point("before");
         let begun = clock::now();
@@ -55,7 +62,7 @@ impl Host {
             Effect::ReadWrite => self.read_write(slot),
             Effect::Kill => self.kill(slot, s),
             Effect::Revoke { reason } => self.revoke(s, reason),
-            Effect::Capture => self.capture(slot),
+            Effect::Capture { key } => self.capture(slot, s, *key),
             Effect::Publish { key, layer } => self.publish(s, *key, *layer),
             Effect::Resolve { key, .. } => self.resolve(s, *key),
             Effect::Release => self.release(s),
@@ -236,18 +243,38 @@ impl Host {
     fn release(&self, s: &Session) -> Answered {
         match self.end_lease(s, LeaseState::Released, "closed by its owner")? {
             Ok(()) => Ok(vec![Event::Released]),
+            // Another lease took its place: it is given back all the more.
             Err(refusal) => {
-                let (generation, owner) =
-                    refusal.current.map_or((s.generation, None), |c| (c.generation, c.owner));
-                let loss = Loss::Superseded { generation, owner, code: refusal.code };
-                Ok(vec![Event::LeaseLost { loss, revoke: false }])
+                tracing::info!(OVERFENCE_SESSION = %s.id, "the lease was over already: {refusal}");
+                Ok(vec![Event::Released])
             }
         }
     }
 
-    fn capture(&self, slot: &Slot) -> Answered {
-        let layer = capture_upper(self, &slot.dirs.upper).map_err(text)?.map(|c| c.diff_id);
-        Ok(vec![Event::Captured { layer }])
+    /// What holds of the stop is asked again once the upper was read: a capture of a session that
+    /// somebody let run meanwhile is worth nothing.
+    fn capture(&self, slot: &Slot, s: &Session, key: PublicationKey) -> Answered {
+        // An upper that became empty again after a publication is a layer too: the empty one.
+        let captured =
+            capture_upper(self, &slot.dirs.upper, s.own_layer.is_some()).map_err(text)?;
+        let captured = Event::Captured { key, layer: captured.map(|c| c.diff_id) };
+        let (cgroup, mounted) = {
+            let inner = slot.lock();
+            (inner.cgroup.clone(), inner.mounted.clone())
+        };
+        let spoilt = match (s.state, cgroup, mounted) {
+            (State::Active, Some(cgroup), _) => {
+                let seen = cgroup.state().map_err(text)?;
+                (!seen.is_frozen()).then(|| Event::ForeignThaw { seen: seen.to_string() })
+            }
+            (State::Releasing, _, Some(mounted)) => {
+                let writable = !overlay::is_read_only(&mounted.root).map_err(text)?;
+                let seen = "the write probe was granted".to_owned();
+                writable.then_some(Event::ReadOnlyLost { seen })
+            }
+            (_, _, _) => None,
+        };
+        Ok(spoilt.into_iter().chain([captured]).collect())
     }
 
     fn publish(&self, s: &Session, key: PublicationKey, layer: Digest) -> Answered {
@@ -351,10 +378,14 @@ impl Host {
     }
 }
 
-/// Captures a stopped upper; an empty one gives no layer.
-pub fn capture_upper(host: &Host, upper: &Path) -> crate::upper::Result<Option<Captured>> {
+/// Captures a stopped upper; an empty one gives no layer unless that is wanted.
+pub fn capture_upper(
+    host: &Host,
+    upper: &Path,
+    even_empty: bool,
+) -> crate::upper::Result<Option<Captured>> {
     let dir = Dir::open(upper)?;
-    if changes::is_empty(dir.as_fd())? {
+    if !even_empty && changes::is_empty(dir.as_fd())? {
         return Ok(None);
     }
     let source = Source::Upper(dir.as_fd(), Format::Trusted);

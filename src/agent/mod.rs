@@ -22,6 +22,8 @@ pub mod failure;
 pub mod handle;
 mod host;
 mod metrics;
+#[cfg(test)]
+mod modelcheck;
 mod open;
 mod paths;
 mod recover;

@@ -17,7 +17,7 @@ use crate::kernel::overlay;
 use crate::model::ids::SessionId;
 use crate::model::journal::{Draft, Journal};
 use crate::model::session::{Session, State};
-use crate::model::step::{Event, Found};
+use crate::model::step::{Event, Found, Purpose};
 use crate::model::time::BootNs;
 use crate::store::Durability;
 use crate::store::marks::Below;
@@ -126,7 +126,11 @@ impl Host {
             self.reopen(&slot);
         }
         self.adopt(&slot);
-        let found = Found { boot: self.boot, lease_good };
+        // What somebody else undid while no agent looked is noticed before anything is decided.
+        super::watch::look(self, &slot);
+        super::sweep::check_read_only(self, &slot);
+        let fence_stamped = self.fence_stamped(&slot);
+        let found = Found { boot: self.boot, lease_good, fence_stamped };
         self.apply(&slot, Event::Recovered(found), "agent");
         let inner = slot.lock();
         if inner.session.holds_lease() {
@@ -134,6 +138,15 @@ impl Host {
         }
         drop(inner);
         slot
+    }
+
+    /// A freeze comes ahead of its record: the stamp may know of a fence that the record does not.
+    fn fence_stamped(&self, slot: &Slot) -> bool {
+        let inner = slot.lock();
+        let stamp = inner.cgroup.as_ref().and_then(|c| c.read_stamp().ok().flatten());
+        stamp.is_some_and(|stamp| {
+            stamp.purpose == Purpose::Fence && stamp.generation == inner.session.generation
+        })
     }
 
     /// The authority is asked, but a silent one does not stop the start: the local deadline

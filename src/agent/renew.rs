@@ -105,6 +105,10 @@ fn granted(host: &Arc<Host>, slot: &Arc<Slot>, lease: &Lease, sent: BootNs) {
     if !inner.session.holds_lease() || inner.session.lease != lease.id {
         return;
     }
+    // An answer that comes after the deadline revives nothing: the timer is about to freeze it.
+    if clock::now() >= inner.deadline().0 {
+        return;
+    }
     inner.lease.signs.sent = sent;
     inner.lease.signs.granted = lease.ttl;
     host.refresh_deadline(&inner);

@@ -13,6 +13,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::host::Host;
+use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome, Stamp};
 use crate::kernel::clock;
 use crate::kernel::overlay::Mounted;
@@ -297,13 +298,19 @@ impl Host {
     /// the kernel could not be asked; the worker goes on.
     fn freeze_now(&self, inner: &Inner, purpose: Purpose) -> Option<Proof> {
         let cgroup = inner.cgroup.as_ref()?;
+        failpoint::hit("effect.freeze.before");
         let stamp = Stamp { purpose, generation: inner.session.generation };
+        // A checkpoint's freeze never takes the place of one that only a new generation lifts.
+        let kept = purpose == Purpose::Checkpoint
+            && matches!(cgroup.read_stamp(), Ok(Some(s)) if s.generation == stamp.generation);
         // Without its stamp a freeze would be taken for a foreign one, but it is done anyhow:
         // stopping the writer comes first.
-        if let Err(fault) = cgroup.stamp(&stamp) {
+        if !kept && let Err(fault) = cgroup.stamp(&stamp) {
             tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{fault}");
         }
-        match cgroup.freeze(INLINE_FREEZE) {
+        let answer = cgroup.freeze(INLINE_FREEZE);
+        failpoint::hit("effect.freeze.after");
+        match answer {
             Ok(Outcome::Proved(proof)) => Some(proof),
             Ok(Outcome::Late(_)) => None,
             Err(fault) => {

@@ -89,7 +89,7 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
 }
 
 /// A root process may have made a fenced overlay writable again.
-fn check_read_only(host: &Arc<Host>, slot: &Arc<Slot>) {
+pub fn check_read_only(host: &Arc<Host>, slot: &Arc<Slot>) {
     let inner = slot.lock();
     let expected = matches!(inner.session.state, State::Fenced | State::Preserved)
         && inner.session.facts.has(Fact::ReadOnly);

@@ -54,7 +54,8 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
     let bundle = read.map_err(|fault| {
         use std::error::Error as _;
         let source = fault.source().map(|source| format!(" ({source})")).unwrap_or_default();
-        Failure::new(Code::BundleInvalid, format!("{}: {fault}{source}", path.display()))
+        let code = if path.exists() { Code::BundleInvalid } else { Code::NotFound };
+        Failure::new(code, format!("{}: {fault}{source}", path.display()))
     })?;
     let view = BundleView {
         verified,

@@ -1,6 +1,6 @@
-//! `overfence completions` and `overfence man`, and the reference in `docs/CLI.md`.
+//! `overfence completions` and `overfence man`
 
-use clap::{Args, Command, CommandFactory as _};
+use clap::{Args, CommandFactory as _};
 use clap_complete::Shell;
 
 use super::Cli;
@@ -45,48 +45,8 @@ pub(super) fn man(context: &Context, wish: &Man) -> Result<(), Failure> {
     let mut page = Vec::new();
     clap_mangen::Man::new(command)
         .title(name)
+        .source(concat!("overfence ", env!("CARGO_PKG_VERSION")))
         .render(&mut page)
         .map_err(|fault| Failure::new(Code::Internal, format!("cannot write the page: {fault}")))?;
     context.print(&String::from_utf8_lossy(&page))
-}
-
-/// The reference of the command line, as committed in `docs/CLI.md`.
-pub fn reference() -> String {
-    let mut text = String::from(
-        "# Command line\n\nMade from the program by a test (`UPDATE_GOLDEN=1 cargo test --lib cli` \
-         writes it).\n",
-    );
-    let mut root = Cli::command().term_width(96).mut_args(|arg| arg.hide_env(true));
-    root.build();
-    chapter(&root, &mut text);
-    text.push_str(
-        "\n## Codes\n\nEach failure has a stable code: on standard error before the message, in \
-         `problem+json` as `code`. `run` and `session exec` exit with 125 for failures of their \
-         own.\n\n| code | exit | HTTP | meaning |\n|---|---|---|---|\n",
-    );
-    for code in Code::ALL {
-        let (exit, status, meaning) = (code.exit(), code.status(), code.meaning());
-        text.push_str(&format!("| `{code}` | {exit} | {status} | {meaning} |\n"));
-    }
-    text
-}
-
-fn chapter(command: &Command, text: &mut String) {
-    let name = command.get_bin_name().unwrap_or("overfence").to_owned();
-    // Options that every verb takes are told once, with the program itself.
-    let global = |arg: &clap::Arg| arg.is_global_set() && name != "overfence";
-    let globals: Vec<_> =
-        command.get_arguments().filter(|arg| global(arg)).map(|a| a.get_id().clone()).collect();
-    let mut shown = command.clone();
-    for id in globals {
-        shown = shown.mut_arg(id, |arg| arg.hide(true));
-    }
-    let help = shown.render_long_help().to_string();
-    let help: String = help.lines().map(|line| format!("{}\n", line.trim_end())).collect();
-    text.push_str(&format!("\n## {name}\n\n```text\n{}\n```\n", help.trim_end()));
-    for verb in command.get_subcommands().filter(|verb| !verb.is_hide_set()) {
-        if verb.get_name() != "help" {
-            chapter(verb, text);
-        }
-    }
 }

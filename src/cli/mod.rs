@@ -16,6 +16,8 @@ mod gc;
 mod lease;
 mod parse;
 mod preserved;
+#[cfg(test)]
+mod reference;
 mod run;
 mod session;
 mod status;

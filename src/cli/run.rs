@@ -168,6 +168,9 @@ fn close(context: &Context, client: &Client, id: &str, mode: CloseMode) -> Resul
         }
     };
     let word = match (mode, closed.loss.is_some()) {
+        (CloseMode::Checkpoint, false) if closed.expected == closed.base => {
+            "it changed nothing".into()
+        }
         (CloseMode::Checkpoint, false) => format!("published: version {}", closed.expected.version),
         (CloseMode::Discard, false) => "discarded what it wrote".into(),
         (CloseMode::Keep, false) => "it left nothing to keep".into(),

@@ -44,6 +44,7 @@ fn plain(table: &Table) -> String {
 pub(super) fn span(span: Duration) -> String {
     let s = span.as_secs();
     match s {
+        0 if span.as_millis() == 0 && !span.is_zero() => format!("{}us", span.as_micros()),
         0 => format!("{}ms", span.as_millis()),
         1..60 => format!("{s}s"),
         60..3600 => two(s, 60, "m", 1, "s"),
@@ -135,6 +136,7 @@ mod tests {
         ] {
             assert_eq!(ms(ms_), text);
         }
+        assert_eq!(span(Duration::from_micros(40)), "40us");
         assert_eq!(left(Some(-3000)), "passed 3s ago");
         assert_eq!(left(None), "-");
         for (n, text) in [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1_572_864, "1.5 MiB")] {

@@ -110,5 +110,5 @@ fn what_is_internal_is_not_in_the_help() {
 
 #[test]
 fn the_committed_reference_is_this_one() {
-    crate::golden::check("docs/CLI.md", &docs::reference());
+    crate::golden::check("docs/CLI.md", &reference::reference());
 }

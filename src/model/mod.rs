@@ -16,3 +16,6 @@ pub mod ticket;
 pub mod time;
 pub mod view;
 pub mod workspace;
+
+#[cfg(test)]
+mod tests;

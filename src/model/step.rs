@@ -66,6 +66,9 @@ pub struct Found {
     pub boot: BootId,
     /// Whether the lease holds: the deadline entry lies ahead and the authority agrees.
     pub lease_good: bool,
+    /// The cgroup's stamp says that a fence of this generation began. A freeze comes ahead of its
+    /// record, so the stamp may know of a fence that the record does not.
+    pub fence_stamped: bool,
 }
 
 /// What happened.
@@ -175,6 +178,8 @@ pub enum Event {
     },
     /// The upper is a layer, fsynced.
     Captured {
+        /// For which publication it was taken: a late capture never stands for another one.
+        key: PublicationKey,
         /// Its diff id; `None` when the upper is empty.
         layer: Option<Digest>,
     },
@@ -186,7 +191,7 @@ pub enum Event {
         #[serde(flatten)]
         outcome: Published,
     },
-    /// The lease is given back.
+    /// The lease is given back: the authority said so, or that another one took its place.
     Released,
     /// The authority gave a new lease; a person or the doubt policy authorised it.
     Readmitted {
@@ -251,7 +256,10 @@ pub enum Effect {
         reason: String,
     },
     /// Upper to layer.
-    Capture,
+    Capture {
+        /// For which publication.
+        key: PublicationKey,
+    },
     /// Offer the layer to the authority.
     Publish {
         /// The key.
@@ -290,7 +298,7 @@ impl Effect {
             | Self::Remove
             | Self::ReadWrite
             | Self::Thaw => true,
-            Self::Freeze { .. } | Self::ReadOnly | Self::Capture | Self::Show => false,
+            Self::Freeze { .. } | Self::ReadOnly | Self::Capture { .. } | Self::Show => false,
         }
     }
 
@@ -303,7 +311,7 @@ impl Effect {
             Self::ReadWrite => "read_write",
             Self::Kill => "kill",
             Self::Revoke { .. } => "revoke",
-            Self::Capture => "capture",
+            Self::Capture { .. } => "capture",
             Self::Publish { .. } => "publish",
             Self::Resolve { .. } => "resolve",
             Self::Release => "release",
@@ -372,7 +380,7 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         Event::Failed { what, why } => on_failed(s, what, why),
         Event::CheckpointAsked { key } => on_checkpoint_asked(s, *key),
         Event::CloseAsked { mode, key } => on_close_asked(s, *mode, *key),
-        Event::Captured { layer } => on_captured(s, *layer),
+        Event::Captured { key, layer } => on_captured(s, *key, *layer),
         Event::Published { key, outcome } => on_published(s, *key, outcome),
         Event::Released => on_released(s),
         Event::Readmitted { lease, generation, ends, .. } => {
@@ -392,7 +400,7 @@ mod removal;
 
 use fence::{
     lose, on_busy, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only, on_read_only_lost,
-    on_tick,
+    on_tick, writable_again,
 };
 use hold::{
     on_captured, on_checkpoint_asked, on_close_asked, on_published, on_readmitted, on_released,
@@ -404,7 +412,7 @@ use removal::{on_disposed, on_gone, on_kept, on_killed, on_removed, on_witnessed
 fn begin_deleting(s: &mut Session, why: Disposition) -> Step {
     s.disposition = Some(why);
     s.state = State::Deleting;
-    s.work = None;
+    abandon_work(s);
     s.tries = 0;
     Step::go([Effect::Kill])
 }
@@ -434,6 +442,20 @@ fn resolve_unknown(s: &Session) -> impl Iterator<Item = Effect> {
 
 fn preserve(s: &mut Session) -> [Effect; 1] {
     s.state = State::Preserved;
-    s.work = None;
+    abandon_work(s);
     [Effect::Show]
+}
+
+/// Whether nothing can have written since the last process ended: the ground on which a capture
+/// may make a close clean (I4).
+fn writerless(s: &Session) -> bool {
+    s.facts.has(Fact::Killed) && s.facts.has(Fact::ReadOnly)
+}
+
+/// The overlay is, or was, writable again: what was captured may not be all there is.
+fn not_read_only(s: &mut Session) {
+    s.facts.drop(Fact::ReadOnly);
+    if s.disposition == Some(Disposition::Clean) {
+        s.disposition = None;
+    }
 }

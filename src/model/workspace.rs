@@ -256,7 +256,10 @@ impl Workspace {
             state: LeaseState::Active,
             holder: wish.holder,
             ttl: wish.ttl,
-            expires: BootInstant { boot: now.boot, ns: now.ns.plus(wish.ttl) },
+            expires: BootInstant {
+                boot: now.boot,
+                ns: now.ns.plus(wish.ttl.min(wish.max_lifetime)),
+            },
             ends: BootInstant { boot: now.boot, ns: now.ns.plus(wish.max_lifetime) },
             why_ended: None,
         };

@@ -168,7 +168,7 @@ fn export(
     }
     // From `frozen` alone a system call or a mapping outside may still change it.
     let stable = s.facts.has(Fact::ReadOnly) || s.facts.has(Fact::Gone);
-    let captured = capture_upper(host, &slot.dirs.upper).map_err(internal)?;
+    let captured = capture_upper(host, &slot.dirs.upper, false).map_err(internal)?;
     let Some(captured) = captured else {
         return Err(Failure::new(
             Code::NotFound,

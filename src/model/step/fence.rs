@@ -16,8 +16,11 @@ pub(super) fn lose(s: &mut Session, loss: Loss, revoke: bool) -> Step {
         }
         // Nobody can have written yet: roll the open back instead.
         State::Opening => {
+            let told = revoke.then(|| Effect::Revoke { reason: loss.to_string() });
             s.loss = Some(loss);
-            begin_deleting(s, Disposition::NeverOpened)
+            let mut step = begin_deleting(s, Disposition::NeverOpened);
+            step.effects.extend(told);
+            step
         }
         // Lost already; the first reason stays.
         State::Fencing
@@ -32,9 +35,9 @@ pub(super) fn lose(s: &mut Session, loss: Loss, revoke: bool) -> Step {
 pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
     match s.state {
         State::Active => match &mut s.work {
-            Some(Work::Checkpoint { stage: stage @ Stage::Stopping, .. }) => {
+            Some(Work::Checkpoint { key, stage: stage @ Stage::Stopping, .. }) => {
                 *stage = Stage::Capturing;
-                Step::go([Effect::Capture])
+                Step::go([Effect::Capture { key: *key }])
             }
             // A freeze of ours that its owner no longer needs: a checkpoint was given up.
             Some(_) | None => Step::quiet([]),
@@ -129,15 +132,21 @@ pub(super) fn on_read_only(s: &mut Session, proof: &Proof) -> Step {
             s.facts.prove(Fact::ReadOnly, proof.clone());
             s.holders.clear();
             match &mut s.work {
-                Some(Work::Close { mode: CloseMode::Checkpoint, stage, .. }) => {
-                    *stage = Stage::Capturing;
-                    Step::go([Effect::Capture])
+                Some(Work::Close { mode, key, stage: stage @ Stage::Stopping }) => match mode {
+                    CloseMode::Checkpoint => {
+                        *stage = Stage::Capturing;
+                        Step::go([Effect::Capture { key: *key }])
+                    }
+                    CloseMode::Keep | CloseMode::Discard => {
+                        *stage = Stage::Ending;
+                        Step::go([Effect::Release])
+                    }
+                },
+                // Done again, the stage is past: it is never set back, what it offered would be
+                // forgotten (I7).
+                Some(Work::Close { .. } | Work::Checkpoint { .. } | Work::Resume) | None => {
+                    Step::note()
                 }
-                Some(Work::Close { mode: CloseMode::Keep | CloseMode::Discard, stage, .. }) => {
-                    *stage = Stage::Ending;
-                    Step::go([Effect::Release])
-                }
-                Some(Work::Checkpoint { .. } | Work::Resume) | None => Step::note(),
             }
         }
         State::Opening | State::Active | State::Deleting | State::Closed | State::Quarantined => {
@@ -152,20 +161,21 @@ pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Ste
             let news = s.busy_since.is_none() || s.holders != holders;
             s.holders = holders.to_vec();
             s.busy_since.get_or_insert(proof.at);
+            not_read_only(s);
             let next = settle(s);
             Step { record: next.record && news, ..next }
         }
         // All processes of the session ended, yet somebody outside holds it: it cannot be
         // captured as clean, so the bytes are kept.
         State::Releasing => {
-            s.holders = holders.to_vec();
-            let discard = matches!(s.work, Some(Work::Close { mode: CloseMode::Discard, .. }));
-            if let Some(Work::Close { stage, mode, .. }) = &mut s.work {
-                *stage = Stage::Ending;
-                if !discard {
-                    *mode = CloseMode::Keep;
-                }
+            let Some(Work::Close { stage: stage @ Stage::Stopping, mode, .. }) = &mut s.work else {
+                return Step::note();
+            };
+            *stage = Stage::Ending;
+            if *mode != CloseMode::Discard {
+                *mode = CloseMode::Keep;
             }
+            s.holders = holders.to_vec();
             s.trouble = Some("the overlay is held for writing from outside the session".to_owned());
             Step::go([Effect::Release])
         }
@@ -180,7 +190,7 @@ fn settle(s: &mut Session) -> Step {
     let killed = s.facts.has(Fact::Killed);
     // The close had published everything after the last process ended; only the lease was lost
     // before it could be given back.
-    if s.disposition == Some(Disposition::Clean) && killed && s.facts.has(Fact::ReadOnly) {
+    if s.disposition == Some(Disposition::Clean) && writerless(s) {
         return begin_deleting(s, Disposition::Clean);
     }
     if s.policy.fence_to == Fact::Killed && !killed {
@@ -196,19 +206,35 @@ fn settle(s: &mut Session) -> Step {
     Step::go([Effect::Show])
 }
 
+/// The overlay of a lost session is writable. In FENCING read-only is tried by itself, once
+/// `frozen` is proved.
+pub(super) fn writable_again(s: &mut Session) -> Step {
+    not_read_only(s);
+    let retry = (s.state != State::Fencing).then_some(Effect::ReadOnly);
+    Step::go([FENCE].into_iter().chain(retry))
+}
+
 pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
     match s.state {
-        State::Fenced | State::Preserved => {
-            s.facts.drop(Fact::ReadOnly);
-            Step::go([FENCE, Effect::ReadOnly])
+        State::Fencing | State::Fenced | State::Preserved => writable_again(s),
+        // The close can no longer end clean; what it published stays published.
+        State::Releasing => {
+            not_read_only(s);
+            Step::note()
         }
-        State::Opening
-        | State::Active
-        | State::Releasing
-        | State::Fencing
-        | State::Deleting
-        | State::Closed
-        | State::Quarantined => Step::quiet([]),
+        // On the way out because it was clean, and it is clean no longer: its bytes are kept.
+        State::Deleting
+            if s.disposition == Some(Disposition::Clean) && !s.facts.has(Fact::Gone) =>
+        {
+            not_read_only(s);
+            let reason = "the overlay was made writable while it was removed".to_owned();
+            s.loss.get_or_insert(Loss::Closed { reason });
+            s.state = State::Preserved;
+            Step::go([Effect::ReadOnly, Effect::Show])
+        }
+        State::Opening | State::Active | State::Deleting | State::Closed | State::Quarantined => {
+            Step::quiet([])
+        }
     }
 }
 
@@ -225,13 +251,14 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
                 return Step::quiet([FENCE]);
             }
             let due = s.busy_since.is_some_and(|t| now.since(t) >= s.policy.kill_after);
-            if s.policy.on_busy == OnBusy::Kill && due && !killed {
+            let fenced_to_kill = s.state == State::Fenced && s.policy.fence_to == Fact::Killed;
+            if !killed && (fenced_to_kill || (s.policy.on_busy == OnBusy::Kill && due)) {
                 return Step::go([Effect::Kill]);
             }
             let wants_ro = s.policy.fence_to != Fact::Frozen && !s.facts.has(Fact::ReadOnly);
             Step::quiet(resolve_unknown(s).chain(wants_ro.then_some(Effect::ReadOnly)))
         }
-        State::Deleting => Step::quiet([super::removal::next_removal(s)]),
+        State::Deleting => Step::quiet(super::removal::next_removal(s)),
         State::Releasing => match s.work {
             // A failed stage of a close is done again.
             Some(Work::Close { .. }) if s.trouble.is_some() => {

@@ -35,20 +35,27 @@ pub(super) fn on_close_asked(s: &mut Session, mode: CloseMode, key: PublicationK
     Step::go([Effect::Kill])
 }
 
-pub(super) fn on_captured(s: &mut Session, layer: Option<Digest>) -> Step {
+pub(super) fn on_captured(
+    s: &mut Session,
+    taken_for: PublicationKey,
+    layer: Option<Digest>,
+) -> Step {
     // The top layer of the expected head is replaced by this one, so "nothing changed" means the
-    // same layer as before, or an empty upper that never published.
-    let unchanged = layer == s.own_layer;
+    // same layer as before, or an empty upper that never published. While a publication is
+    // unknown, the layer before is not known either.
+    let unchanged = layer == s.own_layer && s.unknown.is_empty();
     match s.state {
         State::Active => match s.work {
-            Some(Work::Checkpoint { key, tainted: true, .. }) => {
+            Some(Work::Checkpoint { key, tainted: true, stage: Stage::Capturing })
+                if key == taken_for =>
+            {
                 s.trouble = Some(
                     "the checkpoint was given up: the session was thawed by somebody else"
                         .to_owned(),
                 );
                 thaw_then(s, key, None)
             }
-            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) => {
+            Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) if key == taken_for => {
                 thaw_then(s, key, layer.filter(|_| !unchanged))
             }
             Some(Work::Checkpoint { .. } | Work::Close { .. } | Work::Resume) | None => {
@@ -56,17 +63,20 @@ pub(super) fn on_captured(s: &mut Session, layer: Option<Digest>) -> Step {
             }
         },
         State::Releasing => match s.work.clone() {
-            Some(Work::Close { mode, key, stage: Stage::Capturing }) => match layer {
-                Some(layer) if !unchanged => {
-                    s.work = Some(Work::Close { mode, key, stage: Stage::Publishing { layer } });
-                    Step::go([Effect::Publish { key, layer }])
+            Some(Work::Close { mode, key, stage: Stage::Capturing }) if key == taken_for => {
+                match layer {
+                    Some(layer) if !unchanged => {
+                        s.work =
+                            Some(Work::Close { mode, key, stage: Stage::Publishing { layer } });
+                        Step::go([Effect::Publish { key, layer }])
+                    }
+                    Some(_) | None => {
+                        s.work = Some(Work::Close { mode, key, stage: Stage::Ending });
+                        end_clean(s);
+                        Step::go([Effect::Release])
+                    }
                 }
-                Some(_) | None => {
-                    s.disposition = Some(Disposition::Clean);
-                    s.work = Some(Work::Close { mode, key, stage: Stage::Ending });
-                    Step::go([Effect::Release])
-                }
-            },
+            }
             Some(Work::Close { .. } | Work::Checkpoint { .. } | Work::Resume) | None => {
                 Step::quiet([])
             }
@@ -130,7 +140,7 @@ pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Publi
             let Some(Work::Close { stage, mode, .. }) = &mut s.work else { return Step::note() };
             *stage = Stage::Ending;
             match outcome {
-                Published::Committed { .. } => s.disposition = Some(Disposition::Clean),
+                Published::Committed { .. } => end_clean(s),
                 Published::Refused { refusal } => {
                     *mode = CloseMode::Keep;
                     s.trouble = Some(refusal.to_string());
@@ -149,6 +159,16 @@ pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Publi
         | State::Deleting
         | State::Closed
         | State::Quarantined => Step::note(),
+    }
+}
+
+/// A close published everything, or there was nothing to publish: clean, if nobody can have
+/// written since.
+fn end_clean(s: &mut Session) {
+    if writerless(s) {
+        s.disposition = Some(Disposition::Clean);
+    } else {
+        s.trouble = Some("the overlay was made writable during the close".to_owned());
     }
 }
 
@@ -176,6 +196,7 @@ pub(super) fn lost_by(refusal: &Refusal) -> Option<Loss> {
 pub(super) fn on_released(s: &mut Session) -> Step {
     match s.state {
         State::Releasing => match (&s.disposition, &s.work) {
+            (_, Some(Work::Close { stage, .. })) if *stage != Stage::Ending => Step::note(),
             (Some(Disposition::Clean), _) => begin_deleting(s, Disposition::Clean),
             (_, Some(Work::Close { mode: CloseMode::Discard, .. })) => {
                 let who = s.owner.to_string();
@@ -234,12 +255,11 @@ pub(super) fn on_writable(s: &mut Session) -> Step {
         (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => {
             Step::quiet([])
         }
+        // The lease was lost while the remount was under way.
+        (State::Fencing | State::Fenced | State::Preserved, _) => writable_again(s),
         (
             State::Opening
             | State::Releasing
-            | State::Fencing
-            | State::Fenced
-            | State::Preserved
             | State::Deleting
             | State::Closed
             | State::Quarantined,

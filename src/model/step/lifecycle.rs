@@ -70,8 +70,11 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
             }
         }
         State::Active => match s.work {
-            Some(Work::Checkpoint { stage: Stage::Thawing { .. }, .. }) => {}
-            Some(Work::Checkpoint { stage: Stage::Publishing { .. }, .. }) => s.work = None,
+            // A thaw is tried again; a layer that is offered ends only by its answer.
+            Some(Work::Checkpoint {
+                stage: Stage::Thawing { .. } | Stage::Publishing { .. },
+                ..
+            }) => {}
             Some(Work::Checkpoint { key, .. }) => return thaw_then(s, key, None),
             Some(Work::Resume) => {
                 let reason = s.trouble.clone().unwrap_or_default();
@@ -98,6 +101,12 @@ pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
     }
     match s.state {
         State::Opening => on_open_failed(s, "the agent stopped while the session was opening"),
+        // A fence began and the agent died ahead of its record. Its reason is lost, so it is a
+        // person's until a person says otherwise: no policy undoes it.
+        State::Active | State::Releasing if found.fence_stamped => {
+            let (by, reason) = ("unknown".to_owned(), "the cgroup's stamp says so".to_owned());
+            lose(s, Loss::Operator { by, reason }, true)
+        }
         State::Active | State::Releasing if !found.lease_good => {
             lose(s, Loss::Doubt { cause: "the agent was away past the deadline".to_owned() }, false)
         }
@@ -114,16 +123,32 @@ pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
             Some(Work::Close { .. }) | None => Step::quiet([Effect::Thaw, Effect::Show]),
         },
         State::Releasing => Step::go(resume_close(s)),
-        State::Fencing => Step::go([FENCE]),
+        State::Fencing => Step::go([FENCE].into_iter().chain(still_to_tell(s))),
         State::Fenced | State::Preserved => {
-            if s.facts.has(Fact::Killed) {
-                Step::quiet([])
-            } else {
-                Step::go([FENCE])
-            }
+            let freeze = (!s.facts.has(Fact::Killed)).then_some(FENCE);
+            Step::go(freeze.into_iter().chain(still_to_tell(s)))
         }
-        State::Deleting => Step::go([next_removal(s)]),
+        State::Deleting => Step::go(next_removal(s)),
         State::Closed | State::Quarantined => Step::quiet([]),
+    }
+}
+
+/// The authority may not have heard that the lease is over; being told twice changes nothing.
+fn still_to_tell(s: &Session) -> Option<Effect> {
+    match &s.loss {
+        Some(
+            loss @ (Loss::Expired { .. }
+            | Loss::Operator { .. }
+            | Loss::Reboot
+            | Loss::ReadmitFailed { .. }),
+        ) => Some(Effect::Revoke { reason: loss.to_string() }),
+        Some(
+            Loss::Doubt { .. }
+            | Loss::Revoked { .. }
+            | Loss::Superseded { .. }
+            | Loss::Closed { .. },
+        )
+        | None => None,
     }
 }
 
@@ -134,7 +159,9 @@ pub(super) fn resume_close(s: &Session) -> Option<Effect> {
             Some(Effect::ReadOnly)
         }
         Some(Work::Close { stage: Stage::Stopping, .. }) => Some(Effect::Kill),
-        Some(Work::Close { stage: Stage::Capturing, .. }) => Some(Effect::Capture),
+        Some(Work::Close { key, stage: Stage::Capturing, .. }) => {
+            Some(Effect::Capture { key: *key })
+        }
         Some(Work::Close { key, stage: Stage::Publishing { layer }, .. }) => {
             Some(Effect::Resolve { key: *key, layer: *layer })
         }
@@ -180,11 +207,11 @@ fn after_reboot(s: &mut Session, found: &Found) -> Step {
         State::Fencing | State::Fenced | State::Preserved => {
             gone(s);
             s.state = State::Preserved;
-            Step::note()
+            Step::go(still_to_tell(s))
         }
         State::Deleting => {
             gone(s);
-            Step::go([next_removal(s)])
+            Step::go(next_removal(s))
         }
         State::Closed | State::Quarantined => Step::quiet([]),
     }

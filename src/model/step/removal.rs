@@ -8,7 +8,10 @@ pub(super) fn on_killed(s: &mut Session, proof: &Proof) -> Step {
     match s.state {
         State::Releasing => {
             s.facts.prove(Fact::Killed, proof.clone());
-            Step::go([Effect::ReadOnly])
+            match s.work {
+                Some(Work::Close { stage: Stage::Stopping, .. }) => Step::go([Effect::ReadOnly]),
+                Some(_) | None => Step::note(),
+            }
         }
         State::Fencing | State::Fenced | State::Preserved => {
             s.facts.prove(Fact::Killed, proof.clone());
@@ -31,7 +34,7 @@ pub(super) fn on_gone(s: &mut Session, proof: &Proof) -> Step {
         State::Deleting => {
             s.facts.prove(Fact::Gone, proof.clone());
             s.tries = 0;
-            Step::go([next_removal(s)])
+            Step::go(next_removal(s))
         }
         State::Fencing | State::Fenced | State::Preserved => {
             s.facts.prove(Fact::Gone, proof.clone());
@@ -43,14 +46,17 @@ pub(super) fn on_gone(s: &mut Session, proof: &Proof) -> Step {
     }
 }
 
-/// The next step of a removal, from what is proved.
-pub(super) fn next_removal(s: &Session) -> Effect {
+/// The next step of a removal, from what is proved. A publication without a known outcome is
+/// resolved first; its answer lets the next tick go on.
+pub(super) fn next_removal(s: &Session) -> Vec<Effect> {
     if !s.facts.has(Fact::Killed) {
-        Effect::Kill
-    } else if !s.facts.has(Fact::Gone) || !s.safe_to_delete() {
-        Effect::ProveGone
+        vec![Effect::Kill]
+    } else if !s.facts.has(Fact::Gone) {
+        vec![Effect::ProveGone]
+    } else if !s.safe_to_delete() {
+        resolve_unknown(s).collect()
     } else {
-        Effect::Remove
+        vec![Effect::Remove]
     }
 }
 
@@ -78,6 +84,8 @@ pub(super) fn on_disposed(s: &mut Session, disposition: Disposition) -> Step {
             if !s.unknown.is_empty() {
                 return Step::refuse(Code::UnknownPublication);
             }
+            // The newer decision takes the place of an earlier `keep`.
+            s.keep_until = None;
             begin_deleting(s, disposition)
         }
         State::Deleting | State::Closed => Step::refuse(Code::WrongState),

@@ -1,0 +1,330 @@
+//! Random events, also ones that no executor would send in that order: the record must stay
+//! honest whatever comes.
+
+use proptest::prelude::*;
+
+use super::super::code::Code;
+use super::super::facts::Fact;
+use super::super::head::{Head, HeadAt};
+use super::super::ids::{Generation, LeaseId, PublicationKey, Version};
+use super::super::lease::Bound;
+use super::super::session::{
+    CloseMode, Disposition, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State, Work,
+};
+use super::super::step::{Effect, Event, Found, Published, Step, step};
+use super::super::time::BootNs;
+use super::super::workspace::Refusal;
+use super::{boot, key, layer, proof, session};
+
+const FACTS: [Fact; 4] = Fact::ALL;
+
+fn losses() -> impl Strategy<Value = Loss> {
+    prop_oneof![
+        Just(Loss::Expired { bound: Bound::Grant }),
+        Just(Loss::Doubt { cause: "no answer".into() }),
+        Just(Loss::Revoked { by: "op".into(), reason: "r".into() }),
+        Just(Loss::Operator { by: "op".into(), reason: "r".into() }),
+        Just(Loss::Superseded {
+            generation: Generation(9),
+            owner: None,
+            code: Code::StaleGeneration
+        }),
+    ]
+}
+
+fn outcomes() -> impl Strategy<Value = Published> {
+    prop_oneof![
+        (1u64..4, 0u8..3).prop_map(|(v, l)| Published::Committed {
+            at: HeadAt { version: Version(v), head: Head(vec![layer(l)]) }
+        }),
+        Just(Published::Unknown { why: "lost".into() }),
+        prop_oneof![
+            Just(Code::StaleGeneration),
+            Just(Code::VersionMismatch),
+            Just(Code::KeyBuried)
+        ]
+        .prop_map(|code| Published::Refused { refusal: Refusal { code, current: None } }),
+    ]
+}
+
+fn dispositions() -> impl Strategy<Value = Disposition> {
+    prop_oneof![
+        Just(Disposition::Discard { who: "op".into() }),
+        Just(Disposition::Exported { who: "op".into(), bundle: layer(7) }),
+    ]
+}
+
+/// Any event; proofs are numbered by [`numbered`] so that a fact can be traced to its answer.
+fn events() -> impl Strategy<Value = Event> {
+    let p = || proof(0);
+    let modes =
+        prop_oneof![Just(CloseMode::Checkpoint), Just(CloseMode::Keep), Just(CloseMode::Discard)];
+    let fence = prop_oneof![
+        (losses(), any::<bool>()).prop_map(|(loss, revoke)| Event::LeaseLost { loss, revoke }),
+        Just(Event::Frozen { proof: p() }),
+        Just(Event::FreezeLate { blockers: Vec::new() }),
+        Just(Event::ForeignThaw { seen: "0".into() }),
+        Just(Event::ReadOnly { proof: p() }),
+        Just(Event::Busy { proof: p(), holders: Vec::new() }),
+        Just(Event::ReadOnlyLost { seen: "rw".into() }),
+        Just(Event::Writable { proof: p() }),
+        Just(Event::Thawed { proof: p() }),
+        Just(Event::Killed { proof: p() }),
+        Just(Event::Gone { proof: p() }),
+    ];
+    let work = prop_oneof![
+        (0u128..3).prop_map(|k| Event::CheckpointAsked { key: key(k) }),
+        (modes, 0u128..3).prop_map(|(mode, k)| Event::CloseAsked { mode, key: key(k) }),
+        (0u128..3, proptest::option::of(0u8..3))
+            .prop_map(|(k, l)| Event::Captured { key: key(k), layer: l.map(layer) }),
+        (0u128..3, outcomes()).prop_map(|(k, outcome)| Event::Published { key: key(k), outcome }),
+        Just(Event::Released),
+        (1u64..6).prop_map(|g| Event::Readmitted {
+            lease: LeaseId::from_u128(g.into()),
+            generation: Generation(g),
+            ends: BootNs(1),
+            authorised_by: "op".into(),
+            reason: "r".into(),
+        }),
+    ];
+    let rest = prop_oneof![
+        Just(Event::Opened),
+        Just(Event::OpenFailed { why: "no".into() }),
+        (1u128..3, any::<bool>(), any::<bool>()).prop_map(|(b, lease_good, fence_stamped)| {
+            Event::Recovered(Found { boot: boot(b), lease_good, fence_stamped })
+        }),
+        Just(Event::Renewed),
+        Just(Event::RenewalMissed { cause: "timeout".into() }),
+        Just(Event::Removed { bytes: 1, entries: 1 }),
+        Just(Event::Failed { what: "thaw".into(), why: "EIO".into() }),
+        dispositions().prop_map(|disposition| Event::Disposed { disposition }),
+        (0u64..9).prop_map(|until_ms| Event::Kept { until_ms, by: "op".into() }),
+        (0u64..4, any::<bool>())
+            .prop_map(|(add_ms, may_delete)| Event::Witnessed { add_ms, may_delete }),
+        (0u64..9).prop_map(|n| Event::Tick { now: BootNs(n * 1_000_000) }),
+    ];
+    prop_oneof![3 => fence, 3 => work, 2 => rest]
+}
+
+fn policies() -> impl Strategy<Value = Policy> {
+    let fence_to = prop_oneof![Just(Fact::Frozen), Just(Fact::ReadOnly), Just(Fact::Killed)];
+    (any::<bool>(), any::<bool>(), fence_to).prop_map(|(busy, slow, fence_to)| Policy {
+        on_busy: if busy { OnBusy::Kill } else { OnBusy::Hold },
+        on_slow_freeze: if slow { OnSlowFreeze::Kill } else { OnSlowFreeze::Wait },
+        kill_after: std::time::Duration::from_millis(1),
+        grace: std::time::Duration::from_millis(5),
+        fence_to,
+        ..Policy::default()
+    })
+}
+
+/// Gives the proof in `event` the number `n`.
+fn numbered(mut event: Event, n: u64) -> Event {
+    match &mut event {
+        Event::Frozen { proof: p }
+        | Event::ReadOnly { proof: p }
+        | Event::Busy { proof: p, .. }
+        | Event::Writable { proof: p }
+        | Event::Thawed { proof: p }
+        | Event::Killed { proof: p }
+        | Event::Gone { proof: p } => *p = proof(n),
+        _ => {}
+    }
+    event
+}
+
+struct Seen<'a> {
+    before: &'a Session,
+    after: &'a Session,
+    event: &'a Event,
+    step: &'a Step,
+}
+
+type Held = Result<(), TestCaseError>;
+
+/// A fact appears only in the step whose event carries that fact's own answer.
+fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
+    for fact in FACTS {
+        let (old, new) = (s.before.facts.0.get(&fact), s.after.facts.0.get(&fact));
+        if new.is_none() || new == old {
+            continue;
+        }
+        let proved = match (s.event, fact) {
+            (Event::Frozen { proof }, Fact::Frozen)
+            | (Event::ReadOnly { proof }, Fact::ReadOnly)
+            | (Event::Killed { proof }, Fact::Killed | Fact::Frozen)
+            | (Event::Gone { proof }, Fact::Gone) => new == Some(proof),
+            (Event::Recovered(found), _) => found.boot != s.before.boot,
+            _ => false,
+        };
+        prop_assert!(proved, "{fact} came from {:?}", s.event);
+    }
+    Ok(())
+}
+
+/// A fact that an event contradicts is gone after it.
+fn invariant_contradicted_facts_go(s: &Seen<'_>) -> Held {
+    let fact = match s.event {
+        Event::ForeignThaw { .. } | Event::Thawed { .. } => Fact::Frozen,
+        Event::ReadOnlyLost { .. } | Event::Writable { .. } | Event::Busy { .. } => Fact::ReadOnly,
+        _ => return Ok(()),
+    };
+    let fenced = matches!(s.after.state, State::Fencing | State::Fenced | State::Preserved);
+    prop_assert!(!(fenced && s.after.facts.has(fact)), "{fact} outlived {:?}", s.event);
+    Ok(())
+}
+
+fn invariant_no_thaw_without_a_lease(s: &Seen<'_>) -> Held {
+    let thaws = s.step.effects.iter().any(|e| matches!(e, Effect::Thaw | Effect::ReadWrite));
+    prop_assert!(!thaws || s.after.holds_lease(), "a lost session was thawed: {:?}", s.step);
+    Ok(())
+}
+
+fn invariant_remove_only_what_is_safe_and_gone(s: &Seen<'_>) -> Held {
+    if s.step.effects.contains(&Effect::Remove) {
+        prop_assert_eq!(s.after.state, State::Deleting);
+        prop_assert!(s.after.safe_to_delete() && s.after.facts.has(Fact::Gone));
+    }
+    Ok(())
+}
+
+/// Without a proved freeze only effects that keep the bytes and the authority's order are done.
+fn invariant_unproved_freeze_removes_nothing(s: &Seen<'_>) -> Held {
+    if s.after.state == State::Fencing && !s.after.facts.has(Fact::Frozen) {
+        for e in &s.step.effects {
+            let may = match e {
+                Effect::Freeze { .. } | Effect::Revoke { .. } | Effect::Show => true,
+                Effect::Kill => s.after.policy.on_slow_freeze == OnSlowFreeze::Kill,
+                _ => false,
+            };
+            prop_assert!(may, "{e:?} from an unproved freeze");
+        }
+    }
+    Ok(())
+}
+
+fn invariant_deleting_has_a_disposition(s: &Seen<'_>) -> Held {
+    prop_assert!(s.after.state != State::Deleting || s.after.disposition.is_some());
+    Ok(())
+}
+
+/// Clean means: nothing could write since, nothing is unknown about what was captured.
+fn invariant_clean_is_writerless(s: &Seen<'_>) -> Held {
+    let clean = s.after.disposition == Some(Disposition::Clean);
+    let held = matches!(s.after.state, State::Releasing | State::Fencing);
+    let grounds = s.after.facts.has(Fact::Killed) && s.after.facts.has(Fact::ReadOnly);
+    prop_assert!(!(clean && held) || grounds);
+    Ok(())
+}
+
+fn offered(s: &Session) -> Option<PublicationKey> {
+    match s.work {
+        Some(
+            Work::Checkpoint { key, stage: Stage::Publishing { .. }, .. }
+            | Work::Close { key, stage: Stage::Publishing { .. }, .. },
+        ) => Some(key),
+        _ => None,
+    }
+}
+
+/// A publication is open until a definite answer to its own key.
+fn invariant_unknown_is_not_forgotten(s: &Seen<'_>) -> Held {
+    let open: Vec<_> = s.before.unknown.keys().copied().chain(offered(s.before)).collect();
+    for k in open {
+        let answered = matches!(s.event, Event::Published { key, outcome }
+            if *key == k && !matches!(outcome, Published::Unknown { .. }));
+        let known = s.after.unknown.contains_key(&k) || offered(s.after) == Some(k);
+        prop_assert!(answered || known, "{k} was forgotten by {:?}", s.event);
+    }
+    Ok(())
+}
+
+fn invariant_first_loss_stays(s: &Seen<'_>) -> Held {
+    let readmitted = matches!(s.event, Event::Readmitted { .. });
+    if s.before.loss.is_some() && !readmitted {
+        prop_assert_eq!(&s.before.loss, &s.after.loss);
+    }
+    Ok(())
+}
+
+fn invariant_generation_only_rises(s: &Seen<'_>) -> Held {
+    prop_assert!(s.after.generation >= s.before.generation);
+    let back = !s.before.holds_lease() && s.after.holds_lease();
+    prop_assert!(!back || s.after.generation > s.before.generation);
+    Ok(())
+}
+
+fn invariant_a_refusal_changes_nothing(s: &Seen<'_>) -> Held {
+    if s.step.refused.is_some() {
+        prop_assert_eq!(s.before, s.after);
+        prop_assert!(s.step.effects.is_empty());
+    }
+    Ok(())
+}
+
+/// The freeze comes first when a lease is lost.
+fn invariant_a_loss_freezes_first(s: &Seen<'_>) -> Held {
+    let lost = matches!(s.before.state, State::Active | State::Releasing)
+        && s.after.state == State::Fencing;
+    let first = s.step.effects.first();
+    prop_assert!(!lost || matches!(first, Some(Effect::Freeze { .. })), "{:?}", s.step);
+    Ok(())
+}
+
+fn invariant_ends_stay(s: &Seen<'_>) -> Held {
+    if matches!(s.before.state, State::Closed | State::Quarantined) {
+        prop_assert_eq!(s.before.state, s.after.state);
+        prop_assert!(s.step.effects.is_empty());
+    }
+    Ok(())
+}
+
+fn invariant_records_round_trip(s: &Seen<'_>) -> Held {
+    let text = serde_json::to_string(s.after).unwrap();
+    prop_assert_eq!(&serde_json::from_str::<Session>(&text).unwrap(), s.after);
+    let text = serde_json::to_string(s.event).unwrap();
+    prop_assert_eq!(&serde_json::from_str::<Event>(&text).unwrap(), s.event);
+    for e in &s.step.effects {
+        let text = serde_json::to_string(e).unwrap();
+        prop_assert_eq!(&serde_json::from_str::<Effect>(&text).unwrap(), e);
+    }
+    Ok(())
+}
+
+const INVARIANTS: [fn(&Seen<'_>) -> Held; 14] = [
+    invariant_facts_come_from_the_kernel,
+    invariant_contradicted_facts_go,
+    invariant_no_thaw_without_a_lease,
+    invariant_remove_only_what_is_safe_and_gone,
+    invariant_unproved_freeze_removes_nothing,
+    invariant_deleting_has_a_disposition,
+    invariant_clean_is_writerless,
+    invariant_unknown_is_not_forgotten,
+    invariant_first_loss_stays,
+    invariant_generation_only_rises,
+    invariant_a_refusal_changes_nothing,
+    invariant_a_loss_freezes_first,
+    invariant_ends_stay,
+    invariant_records_round_trip,
+];
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_invariant_holds_after_every_event(
+        policy in policies(),
+        events in proptest::collection::vec(events(), 1..40),
+    ) {
+        let mut s = Session { policy, ..session(State::Active) };
+        for (n, event) in events.into_iter().enumerate() {
+            let event = numbered(event, n as u64 + 1);
+            let before = s.clone();
+            let step = step(&mut s, &event);
+            let seen = Seen { before: &before, after: &s, event: &event, step: &step };
+            for invariant in INVARIANTS {
+                invariant(&seen)?;
+            }
+        }
+    }
+}

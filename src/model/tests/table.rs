@@ -1,0 +1,425 @@
+//! State by event: what is done, exactly. The traces of flaws that the model check found are
+//! here as well, each under the name of what it would have cost.
+
+use super::super::code::Code;
+use super::super::facts::Fact;
+use super::super::head::{Head, HeadAt};
+use super::super::ids::{Generation, LeaseId, Version};
+use super::super::session::{
+    CloseMode, Disposition, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State, Work,
+};
+use super::super::step::{Effect, Event, Found, MAX_TRIES, Published, Purpose, step};
+use super::super::time::BootNs;
+use super::super::workspace::Refusal;
+use super::{boot, key, layer, proof, session};
+
+const FENCE: Effect = Effect::Freeze { purpose: Purpose::Fence };
+
+/// Feeds `event`, and says the state and the effects that must follow.
+#[track_caller]
+fn then(s: &mut Session, event: Event, state: State, effects: &[Effect]) {
+    let got = step(s, &event);
+    assert_eq!(got.refused, None, "{event:?}");
+    assert_eq!((s.state, got.effects.as_slice()), (state, effects), "{event:?}");
+}
+
+#[track_caller]
+fn refused(s: &mut Session, event: Event, code: Code) {
+    let before = s.clone();
+    assert_eq!(step(s, &event).refused, Some(code), "{event:?}");
+    assert_eq!(*s, before);
+}
+
+fn operator() -> Loss {
+    Loss::Operator { by: "op".into(), reason: "why".into() }
+}
+
+fn lost(revoke: bool) -> Event {
+    Event::LeaseLost { loss: operator(), revoke }
+}
+
+fn revoke() -> Effect {
+    Effect::Revoke { reason: operator().to_string() }
+}
+
+fn frozen() -> Event {
+    Event::Frozen { proof: proof(1) }
+}
+
+fn read_only() -> Event {
+    Event::ReadOnly { proof: proof(2) }
+}
+
+fn busy() -> Event {
+    Event::Busy { proof: proof(2), holders: Vec::new() }
+}
+
+fn killed() -> Event {
+    Event::Killed { proof: proof(3) }
+}
+
+fn gone() -> Event {
+    Event::Gone { proof: proof(4) }
+}
+
+fn committed(n: u8) -> Published {
+    let at = HeadAt { version: Version(u64::from(n)), head: Head(vec![layer(n)]) };
+    Published::Committed { at }
+}
+
+fn refusal(code: Code) -> Published {
+    Published::Refused { refusal: Refusal { code, current: None } }
+}
+
+fn answered(n: u128, outcome: Published) -> Event {
+    Event::Published { key: key(n), outcome }
+}
+
+fn captured(n: u128, of: u8) -> Event {
+    Event::Captured { key: key(n), layer: Some(layer(of)) }
+}
+
+fn capture(n: u128) -> Effect {
+    Effect::Capture { key: key(n) }
+}
+
+fn publish(n: u128, of: u8) -> Effect {
+    Effect::Publish { key: key(n), layer: layer(of) }
+}
+
+fn resolve(n: u128, of: u8) -> Effect {
+    Effect::Resolve { key: key(n), layer: layer(of) }
+}
+
+fn failed(what: &str) -> Event {
+    Event::Failed { what: what.into(), why: "EIO".into() }
+}
+
+fn tick() -> Event {
+    Event::Tick { now: BootNs(10) }
+}
+
+fn recovered(lease_good: bool, fence_stamped: bool) -> Event {
+    Event::Recovered(Found { boot: boot(1), lease_good, fence_stamped })
+}
+
+fn close(s: &mut Session, mode: CloseMode) {
+    then(s, Event::CloseAsked { mode, key: key(1) }, State::Releasing, &[Effect::Kill]);
+    then(s, killed(), State::Releasing, &[Effect::ReadOnly]);
+}
+
+/// A close up to its commit: clean, the lease not yet given back.
+fn committed_close() -> Session {
+    let mut s = session(State::Active);
+    close(&mut s, CloseMode::Checkpoint);
+    then(&mut s, read_only(), State::Releasing, &[capture(1)]);
+    then(&mut s, captured(1, 5), State::Releasing, &[publish(1, 5)]);
+    then(&mut s, answered(1, committed(5)), State::Releasing, &[Effect::Release]);
+    assert_eq!(s.disposition, Some(Disposition::Clean));
+    s
+}
+
+fn publishing() -> Session {
+    let mut s = session(State::Active);
+    let freeze = Effect::Freeze { purpose: Purpose::Checkpoint };
+    then(&mut s, Event::CheckpointAsked { key: key(1) }, State::Active, &[freeze]);
+    then(&mut s, frozen(), State::Active, &[capture(1)]);
+    then(&mut s, captured(1, 5), State::Active, &[Effect::Thaw, publish(1, 5)]);
+    s
+}
+
+fn preserved() -> Session {
+    let mut s = session(State::Active);
+    then(&mut s, lost(true), State::Fencing, &[FENCE, revoke(), Effect::Show]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
+    s
+}
+
+#[test]
+fn an_open_ends_active_or_leaves_nothing() {
+    let mut s = session(State::Opening);
+    then(&mut s, Event::Opened, State::Active, &[Effect::Show]);
+    let mut s = session(State::Opening);
+    let no = Event::OpenFailed { why: "no".into() };
+    then(&mut s, no, State::Deleting, &[Effect::Release, Effect::Kill]);
+    assert_eq!(s.disposition, Some(Disposition::NeverOpened));
+    let mut s = session(State::Opening);
+    then(&mut s, lost(true), State::Deleting, &[Effect::Kill, revoke()]);
+    then(&mut s, Event::Opened, State::Deleting, &[]);
+}
+
+#[test]
+fn a_fence_goes_from_freeze_to_preserved() {
+    let mut s = preserved();
+    assert_eq!(s.facts.names(), ["frozen", "read-only"]);
+    then(&mut s, Event::LeaseLost { loss: Loss::Reboot, revoke: true }, State::Preserved, &[]);
+    assert_eq!(s.loss, Some(operator()), "the first reason stays");
+    refused(&mut s, Event::CheckpointAsked { key: key(2) }, Code::LeaseLost);
+}
+
+#[test]
+fn a_fence_meets_a_busy_overlay() {
+    let mut s = session(State::Active);
+    then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, busy(), State::Preserved, &[Effect::Show]);
+    then(&mut s, tick(), State::Preserved, &[Effect::ReadOnly]);
+
+    let policy = Policy {
+        on_busy: OnBusy::Kill,
+        kill_after: std::time::Duration::from_nanos(8),
+        ..Policy::default()
+    };
+    let mut s = Session { policy, ..session(State::Active) };
+    then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, busy(), State::Fenced, &[Effect::Show]);
+    then(&mut s, Event::Tick { now: BootNs(9) }, State::Fenced, &[Effect::ReadOnly]);
+    then(&mut s, tick(), State::Fenced, &[Effect::Kill]);
+    then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
+    then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
+}
+
+#[test]
+fn a_slow_freeze_waits_or_kills() {
+    for (on_slow_freeze, next) in [(OnSlowFreeze::Wait, FENCE), (OnSlowFreeze::Kill, Effect::Kill)]
+    {
+        let policy = Policy { on_slow_freeze, ..Policy::default() };
+        let mut s = Session { policy, ..session(State::Active) };
+        then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+        then(&mut s, Event::FreezeLate { blockers: Vec::new() }, State::Fencing, &[next]);
+        assert!(s.facts.names().is_empty());
+    }
+}
+
+#[test]
+fn what_contradicts_a_fact_takes_it_back() {
+    let mut s = preserved();
+    then(&mut s, Event::ForeignThaw { seen: "0".into() }, State::Preserved, &[FENCE]);
+    assert!(!s.facts.has(Fact::Frozen));
+    then(&mut s, frozen(), State::Preserved, &[]);
+    let lost = Event::ReadOnlyLost { seen: "rw".into() };
+    then(&mut s, lost, State::Preserved, &[FENCE, Effect::ReadOnly]);
+    assert!(!s.facts.has(Fact::ReadOnly));
+    then(&mut s, read_only(), State::Preserved, &[]);
+    then(&mut s, Event::Thawed { proof: proof(9) }, State::Preserved, &[FENCE]);
+    assert!(!s.facts.has(Fact::Frozen));
+}
+
+#[test]
+fn a_remount_that_finished_after_the_loss_takes_read_only_back() {
+    let mut s = preserved();
+    let late = Event::Writable { proof: proof(9) };
+    then(&mut s, late, State::Preserved, &[FENCE, Effect::ReadOnly]);
+    assert!(!s.facts.has(Fact::ReadOnly));
+}
+
+#[test]
+fn a_clean_close_ends_in_nothing() {
+    let mut s = committed_close();
+    then(&mut s, Event::Released, State::Deleting, &[Effect::Kill]);
+    then(&mut s, killed(), State::Deleting, &[Effect::ProveGone]);
+    then(&mut s, gone(), State::Deleting, &[Effect::Remove]);
+    then(&mut s, Event::Removed { bytes: 1, entries: 1 }, State::Closed, &[]);
+    then(&mut s, lost(true), State::Closed, &[]);
+}
+
+#[test]
+fn a_close_that_is_refused_or_unknown_keeps_the_bytes() {
+    for outcome in [refusal(Code::VersionMismatch), Published::Unknown { why: "lost".into() }] {
+        let unknown = matches!(outcome, Published::Unknown { .. });
+        let mut s = session(State::Active);
+        close(&mut s, CloseMode::Checkpoint);
+        then(&mut s, read_only(), State::Releasing, &[capture(1)]);
+        then(&mut s, captured(1, 5), State::Releasing, &[publish(1, 5)]);
+        then(&mut s, answered(1, outcome), State::Releasing, &[Effect::Release]);
+        then(&mut s, Event::Released, State::Preserved, &[Effect::Show]);
+        assert_eq!(s.unknown.len(), usize::from(unknown));
+        let gave_up = Event::Disposed { disposition: Disposition::Discard { who: "op".into() } };
+        if unknown {
+            refused(&mut s, gave_up.clone(), Code::UnknownPublication);
+            then(&mut s, tick(), State::Preserved, &[resolve(1, 5)]);
+            then(&mut s, answered(1, refusal(Code::KeyBuried)), State::Preserved, &[]);
+        }
+        then(&mut s, gave_up, State::Deleting, &[Effect::Kill]);
+    }
+}
+
+#[test]
+fn a_readmission_wants_a_new_generation_and_thaws_last() {
+    let readmit = |g| Event::Readmitted {
+        lease: LeaseId::from_u128(2),
+        generation: Generation(g),
+        ends: BootNs(1),
+        authorised_by: "op".into(),
+        reason: "r".into(),
+    };
+    let mut s = preserved();
+    refused(&mut s, readmit(1), Code::StaleGeneration);
+    then(&mut s, readmit(2), State::Active, &[Effect::ReadWrite]);
+    assert!(s.facts.names().is_empty() && s.loss.is_none());
+    then(&mut s, Event::Writable { proof: proof(9) }, State::Active, &[Effect::Show, Effect::Thaw]);
+    assert_eq!(s.may_start_work(), Err(Code::Busy));
+    then(&mut s, Event::Thawed { proof: proof(9) }, State::Active, &[]);
+    assert_eq!(s.may_start_work(), Ok(()));
+    let mut s = preserved();
+    then(&mut s, killed(), State::Preserved, &[Effect::ReadOnly]);
+    refused(&mut s, readmit(2), Code::WrongState);
+}
+
+#[test]
+fn a_restart_does_pending_things_again() {
+    let mut s = session(State::Active);
+    then(&mut s, recovered(true, false), State::Active, &[Effect::Thaw, Effect::Show]);
+    let mut s = publishing();
+    then(&mut s, recovered(true, false), State::Active, &[Effect::Thaw, resolve(1, 5)]);
+    let mut s = publishing();
+    then(&mut s, recovered(false, false), State::Fencing, &[FENCE, Effect::Show]);
+    assert!(s.resumable_by_policy() || s.unknown.contains_key(&key(1)));
+    // The authority may not have heard of a fence that was recorded.
+    let mut s = preserved();
+    then(&mut s, recovered(false, true), State::Preserved, &[FENCE, revoke()]);
+    let mut s = session(State::Deleting);
+    then(&mut s, recovered(false, false), State::Deleting, &[Effect::Kill]);
+}
+
+#[test]
+fn a_fence_whose_record_was_lost_is_not_undone_by_policy() {
+    for lease_good in [true, false] {
+        let mut s = session(State::Active);
+        step(&mut s, &recovered(lease_good, true));
+        assert_eq!(s.state, State::Fencing);
+        assert!(matches!(s.loss, Some(Loss::Operator { .. })));
+        then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+        then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
+        assert!(!s.resumable_by_policy());
+    }
+}
+
+#[test]
+fn a_reboot_preserves_and_resolves() {
+    let mut s = publishing();
+    let found = Found { boot: boot(2), lease_good: false, fence_stamped: false };
+    let told = Effect::Revoke { reason: Loss::Reboot.to_string() };
+    then(&mut s, Event::Recovered(found), State::Preserved, &[resolve(1, 5), told]);
+    assert_eq!(s.facts.names(), ["frozen", "read-only", "killed", "gone"]);
+}
+
+#[test]
+fn a_failure_while_a_layer_is_offered_does_not_forget_the_offer() {
+    let mut s = publishing();
+    then(&mut s, failed("thaw"), State::Active, &[]);
+    then(&mut s, tick(), State::Active, &[Effect::Thaw]);
+    then(&mut s, answered(1, Published::Unknown { why: "lost".into() }), State::Active, &[]);
+    assert_eq!(s.unknown.get(&key(1)), Some(&layer(5)));
+}
+
+#[test]
+fn a_stage_done_twice_does_not_set_a_close_back() {
+    for again in [read_only(), busy(), killed(), Event::Released] {
+        let mut s = session(State::Active);
+        close(&mut s, CloseMode::Checkpoint);
+        then(&mut s, read_only(), State::Releasing, &[capture(1)]);
+        then(&mut s, captured(1, 5), State::Releasing, &[publish(1, 5)]);
+        let offered = Stage::Publishing { layer: layer(5) };
+        then(&mut s, again, State::Releasing, &[]);
+        let work = Work::Close { mode: CloseMode::Checkpoint, key: key(1), stage: offered };
+        assert_eq!(s.work, Some(work));
+    }
+}
+
+#[test]
+fn a_late_capture_never_stands_for_another_publication() {
+    let mut s = session(State::Active);
+    close(&mut s, CloseMode::Checkpoint);
+    then(&mut s, read_only(), State::Releasing, &[capture(1)]);
+    // Taken for checkpoint 7, while processes lived.
+    then(&mut s, captured(7, 4), State::Releasing, &[]);
+    then(&mut s, captured(1, 5), State::Releasing, &[publish(1, 5)]);
+}
+
+#[test]
+fn a_close_is_not_clean_once_the_overlay_was_writable_again() {
+    let again = || Event::ReadOnlyLost { seen: "rw".into() };
+    // Before the capture was committed.
+    let mut s = session(State::Active);
+    close(&mut s, CloseMode::Checkpoint);
+    then(&mut s, read_only(), State::Releasing, &[capture(1)]);
+    then(&mut s, again(), State::Releasing, &[]);
+    then(&mut s, captured(1, 5), State::Releasing, &[publish(1, 5)]);
+    then(&mut s, answered(1, committed(5)), State::Releasing, &[Effect::Release]);
+    then(&mut s, Event::Released, State::Preserved, &[Effect::Show]);
+    // After it, and on the way out.
+    let mut s = committed_close();
+    then(&mut s, again(), State::Releasing, &[]);
+    then(&mut s, Event::Released, State::Preserved, &[Effect::Show]);
+    let mut s = committed_close();
+    then(&mut s, Event::Released, State::Deleting, &[Effect::Kill]);
+    then(&mut s, again(), State::Preserved, &[Effect::ReadOnly, Effect::Show]);
+    assert_eq!(s.disposition, None);
+    // Found by a refused remount after the lease was lost.
+    let mut s = committed_close();
+    then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, busy(), State::Preserved, &[Effect::Show]);
+    assert_eq!((s.disposition, s.facts.has(Fact::ReadOnly)), (None, false));
+}
+
+#[test]
+fn nothing_is_unchanged_while_a_publication_is_unknown() {
+    // The head may hold layer 6; the upper is back at layer 5, which was committed before.
+    let mut s = Session { own_layer: Some(layer(5)), ..session(State::Active) };
+    s.unknown.insert(key(9), layer(6));
+    close(&mut s, CloseMode::Checkpoint);
+    then(&mut s, read_only(), State::Releasing, &[capture(1)]);
+    then(&mut s, captured(1, 5), State::Releasing, &[publish(1, 5)]);
+}
+
+#[test]
+fn a_removal_resolves_what_is_unknown_instead_of_turning_in_circles() {
+    let mut s = Session { disposition: Some(Disposition::Clean), ..session(State::Deleting) };
+    s.unknown.insert(key(9), layer(6));
+    then(&mut s, killed(), State::Deleting, &[Effect::ProveGone]);
+    then(&mut s, gone(), State::Deleting, &[resolve(9, 6)]);
+    then(&mut s, answered(9, refusal(Code::KeyBuried)), State::Deleting, &[]);
+    then(&mut s, tick(), State::Deleting, &[Effect::Remove]);
+}
+
+#[test]
+fn a_kill_by_policy_is_tried_until_it_is_done() {
+    let policy = Policy { fence_to: Fact::Killed, ..Policy::default() };
+    let mut s = Session { policy, ..session(State::Active) };
+    then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, read_only(), State::Fenced, &[Effect::Kill]);
+    then(&mut s, failed("kill"), State::Fenced, &[]);
+    then(&mut s, tick(), State::Fenced, &[Effect::Kill]);
+    then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
+    then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
+}
+
+#[test]
+fn a_removal_that_fails_for_good_is_quarantined() {
+    let mut s = session(State::Deleting);
+    for _ in 1..MAX_TRIES {
+        then(&mut s, failed("remove"), State::Deleting, &[]);
+    }
+    then(&mut s, failed("remove"), State::Quarantined, &[]);
+    then(&mut s, tick(), State::Quarantined, &[]);
+}
+
+#[test]
+fn grace_counts_witnessed_time_and_waits_for_keep_and_unknown() {
+    let mut s = preserved();
+    s.policy.grace = std::time::Duration::from_millis(5);
+    let sweep = |may_delete| Event::Witnessed { add_ms: 5, may_delete };
+    then(&mut s, sweep(false), State::Preserved, &[]);
+    then(&mut s, Event::Kept { until_ms: 12, by: "op".into() }, State::Preserved, &[]);
+    then(&mut s, sweep(true), State::Preserved, &[]);
+    s.unknown.insert(key(1), layer(1));
+    then(&mut s, sweep(true), State::Preserved, &[]);
+    s.unknown.clear();
+    then(&mut s, sweep(true), State::Deleting, &[Effect::Kill]);
+    assert_eq!(s.disposition, Some(Disposition::Grace));
+}

@@ -7,12 +7,14 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
+mod agent_process;
 mod confinement;
 mod demo;
 mod host;
 mod keeper;
 mod kernel_facts;
 mod main_job;
+mod restart;
 mod rig;
 mod room;
 mod upper;
@@ -25,6 +27,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
         ("demo", demo::tests()),
+        ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("confinement", confinement::tests()),

@@ -302,6 +302,23 @@ impl Effect {
         }
     }
 
+    /// All names, for the test that each effect can be crashed at.
+    pub const NAMES: &[&str] = &[
+        "freeze",
+        "thaw",
+        "read_only",
+        "read_write",
+        "kill",
+        "revoke",
+        "capture",
+        "publish",
+        "resolve",
+        "release",
+        "prove_gone",
+        "remove",
+        "show",
+    ];
+
     /// Its name in failpoints, metrics and messages.
     pub const fn name(&self) -> &'static str {
         match self {

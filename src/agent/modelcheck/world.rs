@@ -289,7 +289,7 @@ impl World {
             lease: id,
             generation,
             holder: HolderKind::Beat,
-            token: layer(0),
+            token: layer(0, 0),
             run_as: RunAs { uid: 1, gid: 1, mapped: false, host_network: false },
             ttl: Duration::from_nanos(self.ttl.into()),
             ends: BootNs(0),

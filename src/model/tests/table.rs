@@ -46,6 +46,10 @@ fn frozen() -> Event {
     Event::Frozen { proof: proof(1) }
 }
 
+fn thawed() -> Event {
+    Event::Thawed { proof: proof(8) }
+}
+
 fn read_only() -> Event {
     Event::ReadOnly { proof: proof(2) }
 }
@@ -124,7 +128,11 @@ fn publishing() -> Session {
     let freeze = Effect::Freeze { purpose: Purpose::Checkpoint };
     then(&mut s, Event::CheckpointAsked { key: key(1) }, State::Active, &[freeze]);
     then(&mut s, frozen(), State::Active, &[capture(1)]);
-    then(&mut s, captured(1, 5), State::Active, &[Effect::Thaw, publish(1, 5)]);
+    then(&mut s, captured(1, 5), State::Active, &[Effect::Thaw]);
+    // A thaw that failed is tried again; the layer waits for it.
+    then(&mut s, failed("thaw"), State::Active, &[]);
+    then(&mut s, tick(), State::Active, &[Effect::Thaw]);
+    then(&mut s, thawed(), State::Active, &[publish(1, 5)]);
     s
 }
 
@@ -273,7 +281,7 @@ fn a_restart_does_pending_things_again() {
     let mut s = session(State::Active);
     then(&mut s, recovered(true, false), State::Active, &[Effect::Thaw, Effect::Show]);
     let mut s = publishing();
-    then(&mut s, recovered(true, false), State::Active, &[Effect::Thaw, resolve(1, 5)]);
+    then(&mut s, recovered(true, false), State::Active, &[resolve(1, 5)]);
     let mut s = publishing();
     then(&mut s, recovered(false, false), State::Fencing, &[FENCE, Effect::Show]);
     assert!(s.resumable_by_policy() || s.unknown.contains_key(&key(1)));
@@ -309,8 +317,8 @@ fn a_reboot_preserves_and_resolves() {
 #[test]
 fn a_failure_while_a_layer_is_offered_does_not_forget_the_offer() {
     let mut s = publishing();
-    then(&mut s, failed("thaw"), State::Active, &[]);
-    then(&mut s, tick(), State::Active, &[Effect::Thaw]);
+    then(&mut s, failed("publish"), State::Active, &[]);
+    then(&mut s, tick(), State::Active, &[]);
     then(&mut s, answered(1, Published::Unknown { why: "lost".into() }), State::Active, &[]);
     assert_eq!(s.unknown.get(&key(1)), Some(&layer(5)));
 }

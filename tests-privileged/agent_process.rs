@@ -1,0 +1,185 @@
+//! The agent as a process of its own, asked through the command line: what an operator has.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::host::Place;
+
+/// Agent, keeper and command line of one place.
+pub struct Host {
+    pub binary: PathBuf,
+    pub config: PathBuf,
+    pub dir: PathBuf,
+    pub cgroup: PathBuf,
+    agent: Option<Child>,
+    keeper: Option<Child>,
+}
+
+impl Host {
+    /// A host whose state lies in `place/<name>`; nothing runs yet.
+    pub fn new(place: &Place, name: &str) -> Self {
+        let dir = place.dir.join(name);
+        std::fs::create_dir(&dir).unwrap();
+        let cgroup = place.cgroup.join(name);
+        let relative =
+            cgroup.strip_prefix(crate::host::cgroup2_root()).unwrap().display().to_string();
+        let config = dir.join("config.toml");
+        let text = format!(
+            "state_dir = {:?}\nruntime_dir = {:?}\ncgroup = {relative:?}\n",
+            dir.join("state"),
+            dir.join("run"),
+        );
+        std::fs::write(&config, text).unwrap();
+        let binary = place.binary.clone();
+        Self { binary, config, dir, cgroup, agent: None, keeper: None }
+    }
+
+    fn daemon(&self, verb: &str, failpoints: Option<&str>) -> Child {
+        let log = std::fs::File::options()
+            .create(true)
+            .append(true)
+            .open(self.dir.join(format!("{verb}.log")))
+            .unwrap();
+        let mut command = Command::new(&self.binary);
+        command
+            .arg(verb)
+            .arg("--config")
+            .arg(&self.config)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        if let Some(plan) = failpoints {
+            command.env("OVERFENCE_FAILPOINTS", plan);
+        }
+        command.spawn().unwrap()
+    }
+
+    pub fn start_keeper(&mut self) {
+        self.keeper = Some(self.daemon("keeper", None));
+    }
+
+    /// Starts the agent; false if it died before it was ready.
+    pub fn start(&mut self, failpoints: Option<&str>) -> bool {
+        self.agent = Some(self.daemon("agent", failpoints));
+        let begun = Instant::now();
+        loop {
+            if self.dead() {
+                return false;
+            }
+            let socket = self.dir.join("run/overfence.sock");
+            if std::os::unix::net::UnixStream::connect(&socket).is_ok()
+                && self.ask(&["status"]).0 == 0
+            {
+                return true;
+            }
+            assert!(
+                begun.elapsed() < Duration::from_secs(20),
+                "the agent is not ready: {}",
+                self.log()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Whether the agent has ended.
+    pub fn dead(&mut self) -> bool {
+        self.agent.as_mut().is_none_or(|agent| agent.try_wait().unwrap().is_some())
+    }
+
+    pub fn agent_pid(&self) -> u32 {
+        self.agent.as_ref().unwrap().id()
+    }
+
+    /// kill -9.
+    pub fn kill_agent(&mut self) {
+        if let Some(mut agent) = self.agent.take() {
+            let _ = agent.kill();
+            agent.wait().unwrap();
+        }
+    }
+
+    pub fn stop(&mut self) {
+        self.kill_agent();
+        if let Some(mut keeper) = self.keeper.take() {
+            let _ = keeper.kill();
+            keeper.wait().unwrap();
+        }
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.join("agent.log")).unwrap_or_default()
+    }
+
+    pub fn run(&self, args: &[&str]) -> Output {
+        Command::new(&self.binary)
+            .args(args)
+            .args(["-o", "json", "--timeout", "30s"])
+            .env("OVERFENCE_SOCKET", self.dir.join("run/overfence.sock"))
+            .stdin(Stdio::null())
+            .output()
+            .unwrap()
+    }
+
+    /// Exit code and JSON answer of a verb.
+    pub fn ask(&self, args: &[&str]) -> (i32, Value) {
+        let out = self.run(args);
+        let answer = serde_json::from_slice(&out.stdout).unwrap_or(Value::Null);
+        (out.status.code().unwrap_or(-1), answer)
+    }
+
+    /// The answer of a verb that has to succeed.
+    pub fn must(&self, args: &[&str]) -> Value {
+        let out = self.run(args);
+        assert!(
+            out.status.success(),
+            "{args:?}: {}\n{}\nagent: {}",
+            out.status,
+            String::from_utf8_lossy(&out.stderr),
+            self.log()
+        );
+        serde_json::from_slice(&out.stdout).unwrap_or(Value::Null)
+    }
+
+    /// Waits for a session to fit.
+    pub fn until(&self, id: &str, fits: impl Fn(&Value) -> bool) -> Value {
+        let begun = Instant::now();
+        loop {
+            let view = self.must(&["session", "inspect", id]);
+            if fits(&view) {
+                return view;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(15), "in vain: {view:#}\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    pub fn open(&self, workspace: &str, ttl: &str) -> Value {
+        self.must(&["session", "open", "-w", workspace, "--create", "--ttl", ttl])
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.stop();
+        }
+    }
+}
+
+/// The id of an opened session.
+pub fn id_of(opened: &Value) -> String {
+    opened["session"]["id"].as_str().unwrap().to_owned()
+}
+
+/// A path in a view.
+pub fn path_of(view: &Value, field: &str) -> PathBuf {
+    view[field].as_str().unwrap().into()
+}
+
+/// Whether a view has a fact.
+pub fn has(view: &Value, fact: &str) -> bool {
+    view["facts"].as_array().unwrap().iter().any(|f| f["fact"] == fact)
+}

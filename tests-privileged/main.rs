@@ -9,6 +9,7 @@
 
 mod agent_process;
 mod confinement;
+mod demo;
 mod host;
 mod keeper;
 mod kernel_facts;
@@ -25,6 +26,7 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
+        ("demo", demo::tests()),
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),

@@ -7,6 +7,7 @@ mod bundle;
 mod config;
 mod context;
 mod daemons;
+mod demo;
 mod docs;
 mod doctor;
 mod evidence;
@@ -133,6 +134,8 @@ pub enum Verb {
     Completions(docs::Completions),
     /// Print a manual page.
     Man(docs::Man),
+    /// Tell the story of a stale writer on this kernel, in a throwaway place (root).
+    Demo(demo::Demo),
     /// Pid 1 of a session; started by `run` and `session exec`.
     #[command(hide = true)]
     SessionInit {
@@ -166,6 +169,7 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
         Verb::Session(session::Verb::Exec(wish)) => return run::exec(context, wish),
         Verb::Evidence(verb) => return evidence::main(context, verb),
         Verb::Doctor(wish) => return doctor::main(context, wish),
+        Verb::Demo(wish) => return demo::main(context, &wish),
         Verb::Fence(wish) => fence::fence(context, wish),
         Verb::Readmit(wish) => fence::readmit(context, wish),
         Verb::Workspace(verb) => workspace::main(context, verb),

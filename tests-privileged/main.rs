@@ -26,13 +26,13 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
-        ("demo", demo::tests()),
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),
         ("keeper", keeper::tests()),
+        ("demo", demo::tests()),
     ]
 }
 

@@ -31,6 +31,9 @@ use crate::model::view::OpenSession;
 use crate::model::workspace::{Acquire, Acquired, Predecessor, Refusal};
 use crate::upper::remove;
 
+/// How long the record of an opened session may take; its lease runs out if it takes longer.
+const DURABLE: Duration = Duration::from_secs(10);
+
 /// A session that was opened.
 pub struct Made {
     /// Its slot.
@@ -120,8 +123,12 @@ impl Host {
         match built {
             Ok(ticket) => {
                 self.apply(&slot, Event::Opened, &by.to_string());
-                self.persist(&slot)
-                    .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))?;
+                // Nobody is told of a session, and nothing runs in it, before ACTIVE is durable.
+                let (s, durable) = self.runtime.block_on(slot.wait_for(DURABLE, |_| true));
+                if !durable {
+                    let why = format!("the record of session {} could not be written", s.id);
+                    return Err(Failure::new(Code::AuthorityUnavailable, why));
+                }
                 Ok(Made { slot, token, ticket, predecessor: acquired.predecessor })
             }
             Err(failure) => {

@@ -39,6 +39,16 @@ impl Host {
     pub fn recover(self: &Arc<Self>) -> Result<Started, String> {
         self.record_start()?;
         self.check_marks()?;
+        // Before any session's worker does the same.
+        let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
+        let trash = remove::empty_trash(&self.paths.trash).map_err(text)?;
+        self.layers.sweep().map_err(text)?;
+        if swept > 0 || trash.entries > 0 {
+            tracing::info!(
+                "finished {swept} unfinished open(s) and {} trashed entries",
+                trash.entries
+            );
+        }
         let entries: Vec<_> = self.table().entries().collect();
         let mut started = Started::default();
         for record in self.store.sessions().map_err(text)? {
@@ -64,15 +74,6 @@ impl Host {
             }
         }
         self.table().clear_torn().map_err(text)?;
-        let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
-        let trash = remove::empty_trash(&self.paths.trash).map_err(text)?;
-        self.layers.sweep().map_err(text)?;
-        if swept > 0 || trash.entries > 0 {
-            tracing::info!(
-                "finished {swept} unfinished open(s) and {} trashed entries",
-                trash.entries
-            );
-        }
         Ok(started)
     }
 

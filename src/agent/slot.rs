@@ -66,6 +66,8 @@ pub struct Inner {
     stored: Option<Session>,
     queue: VecDeque<Effect>,
     working: bool,
+    /// What was taken for the record is not durable yet.
+    recording: bool,
 }
 
 /// See [`Inner::checkpoint`].
@@ -111,6 +113,11 @@ impl Inner {
     /// The local deadline and what sets it.
     pub fn deadline(&self) -> (BootNs, Bound) {
         self.lease.deadline(self.session.ttl)
+    }
+
+    /// Whether a power loss would lose nothing of it.
+    fn is_durable(&self) -> bool {
+        self.drafts.is_empty() && !self.recording && self.stored.as_ref() == Some(&self.session)
     }
 
     /// What a step changes, to take it back if its record is not committed.
@@ -167,6 +174,7 @@ impl Slot {
                 drafts: Vec::new(),
                 queue: VecDeque::new(),
                 working: false,
+                recording: false,
             }),
             changed: watch::Sender::new(0),
         })
@@ -188,7 +196,8 @@ impl Slot {
         self.changed.subscribe()
     }
 
-    /// Waits until `done` says so or the time is over; gives the record then.
+    /// Waits until `done` says so and the record of it is durable, or the time is over; gives the
+    /// record then.
     pub async fn wait_for(
         &self,
         limit: Duration,
@@ -197,8 +206,11 @@ impl Slot {
         let mut changes = self.watch();
         let reached = async {
             loop {
-                if done(&self.lock()) {
-                    return;
+                {
+                    let inner = self.lock();
+                    if done(&inner) && inner.is_durable() {
+                        return;
+                    }
                 }
                 // The sender lives as long as `self`.
                 if changes.changed().await.is_err() {
@@ -340,11 +352,15 @@ impl Host {
             let effect = inner.queue.pop_front();
             if journal.is_none() && effect.is_none() {
                 inner.working = false;
+                if inner.session.state == State::Closed {
+                    self.forget(slot.id);
+                }
                 drop(inner);
                 slot.notify();
                 return;
             }
             let session = inner.session.clone();
+            inner.recording = journal.is_some();
             drop(inner);
             if let Some(journal) = journal
                 && let Err(fault) = self.store.record(&journal, durability(&journal))
@@ -353,6 +369,7 @@ impl Host {
                 tracing::error!(OVERFENCE_SESSION = %slot.id, "the record could not be written: {fault}");
                 let mut inner = slot.lock();
                 inner.stored = None;
+                inner.recording = false;
                 let mut entries = journal.entries;
                 entries.append(&mut inner.drafts);
                 inner.drafts = entries;
@@ -362,6 +379,7 @@ impl Host {
                 inner.working = false;
                 return;
             }
+            slot.lock().recording = false;
             slot.notify();
             if let Some(effect) = effect {
                 for event in self.perform(slot, &session, &effect) {
@@ -369,12 +387,6 @@ impl Host {
                 }
             }
         }
-    }
-
-    /// Writes what is pending for a session now, in the calling thread.
-    pub fn persist(&self, slot: &Slot) -> Result<(), crate::store::Error> {
-        let Some(journal) = take_journal(&mut slot.lock()) else { return Ok(()) };
-        self.store.record(&journal, Durability::Full)
     }
 }
 

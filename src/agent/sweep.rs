@@ -69,8 +69,8 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
             State::Fencing | State::Fenced => fenced += 1,
             State::Quarantined => held += 1,
             State::Preserved => bytes += host.size_of(&slot).0,
-            State::Opening | State::Active | State::Releasing | State::Deleting => {}
-            State::Closed => host.forget(slot.id),
+            State::Opening | State::Active | State::Releasing | State::Deleting | State::Closed => {
+            }
         }
     }
     let n = |state| states.get(&state).copied().unwrap_or(0);

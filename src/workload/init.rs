@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::beat::Beat;
 use super::control::{Word, hear, say};
+use super::leave_the_group;
 use super::shed::{Errand, keep_kill};
 use super::tend::{Afterwards, Client, Tender};
 use crate::kernel::launch::{Fork, exit_now, fork, inherited};
@@ -92,7 +93,10 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
 
 fn start(errand: &Errand, streams: &[OwnedFd; 3]) -> io::Result<Pid> {
     match fork()? {
-        Fork::Parent(pid) => Ok(pid),
+        Fork::Parent(pid) => {
+            leave_the_group()?;
+            Ok(pid)
+        }
         Fork::Child => {
             let [input, output, errors] = streams;
             let set = rustix::stdio::dup2_stdin(input)

@@ -13,6 +13,7 @@ use seccompiler::BpfProgram;
 use super::client::Watch;
 use super::control::{Word, hear, say};
 use super::launch::{become_mapped_root, enter_cgroup, memory, text_of};
+use super::leave_the_group;
 use super::record::InitRecord;
 use super::shed::{Errand, keep_kill};
 use super::tend::{Afterwards, Client, Tender};
@@ -76,7 +77,10 @@ fn accompany(
         return Ok(());
     }
     let command = match fork()? {
-        Fork::Parent(pid) => pid,
+        Fork::Parent(pid) => {
+            leave_the_group()?;
+            pid
+        }
         Fork::Child => errand.become_it(filters),
     };
     keep_kill()?;

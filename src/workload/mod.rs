@@ -253,6 +253,15 @@ pub enum Error {
 /// This room's results.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// The command's parent takes a process group of its own, in the same terminal session. The command
+/// stays in the client's, which is the terminal's foreground; but when the client ends (the lease
+/// is lost), the group does not become an orphaned one, whose stopped members the kernel would hang
+/// up: a stopped writer is to be there still when it is readmitted.
+fn leave_the_group() -> io::Result<()> {
+    let own = nix::unistd::Pid::from_raw(0);
+    nix::unistd::setpgid(own, own).map_err(io::Error::from)
+}
+
 /// Puts path and operation to a system error.
 fn io_at<E: Into<io::Error>>(
     doing: &'static str,

@@ -101,10 +101,7 @@ impl Agent {
         };
         let (s, _) = slot.wait_for(PATIENCE, over).await;
         match s.state {
-            State::Closed => {
-                self.0.forget(slot.id);
-                Ok(())
-            }
+            State::Closed => Ok(()),
             _ => Err(Failure::new(
                 Code::Partial,
                 format!(

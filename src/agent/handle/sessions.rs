@@ -55,7 +55,8 @@ impl Agent {
 
     /// All sessions that are not closed.
     pub async fn sessions(&self) -> Result<Vec<SessionView>, Failure> {
-        Ok(self.0.slots().iter().map(|slot| self.session_view(slot)).collect())
+        let open = self.0.slots().into_iter().filter(|slot| slot.session().state != State::Closed);
+        Ok(open.map(|slot| self.session_view(&slot)).collect())
     }
 
     /// One session.
@@ -261,11 +262,7 @@ impl Agent {
                 }
             });
         }
-        let view = self.session_view(&slot);
-        if s.state == State::Closed {
-            self.0.forget(id);
-        }
-        Ok(view)
+        Ok(self.session_view(&slot))
     }
 
     /// Stops a session by an operator's wish: freezes first, then revokes.

@@ -191,10 +191,11 @@ impl Host {
             Ok(None) => {}
             Err(fault) => warn("overlay", text(fault)),
         }
-        if slot.session().holds_lease() && self.paths.inside_of(slot.id).exists() {
-            if let Err(fault) = self.listen(slot.id) {
-                warn("session socket", fault.to_string());
-            }
+        if slot.session().holds_lease()
+            && self.paths.inside_of(slot.id).exists()
+            && let Err(fault) = self.listen(slot.id)
+        {
+            warn("session socket", fault.to_string());
         }
     }
 

@@ -174,7 +174,8 @@ pub fn missing(s: &Session) -> Option<Fact> {
             let needed = wanted.filter(|f| *f != Fact::Killed || s.policy.fence_to == Fact::Killed);
             // Who was killed cannot run: stronger than frozen.
             let killed = s.facts.has(Fact::Killed);
-            needed.filter(|f| !s.facts.has(*f) && !(killed && *f == Fact::Frozen)).max()
+            let there = |f: Fact| s.facts.has(f) || (killed && f == Fact::Frozen);
+            needed.filter(|f| !there(*f)).max()
         }
         State::Opening
         | State::Active

@@ -214,7 +214,8 @@ fn an_archive_cannot_reach_out_of_its_tree() {
     std::fs::write(outside.join("secret"), b"kept").unwrap();
     let link = || Kind::Symlink { target: outside.to_str().unwrap().into() };
     let hard = |target: &[u8]| Kind::HardLink { target: target.to_vec() };
-    let list: [(&str, Vec<(&[u8], Kind)>); 8] = [
+    type Archive<'a> = Vec<(&'a [u8], Kind)>;
+    let list: [(&str, Archive<'_>); 8] = [
         ("a file through a symlink", vec![(b"a", link()), (b"a/new", file())]),
         ("a directory over a symlink's inside", vec![(b"a", link()), (b"a/d/e", file())]),
         ("a hard link through a symlink", vec![(b"a", link()), (b"b", hard(b"a/secret"))]),

@@ -69,14 +69,13 @@ impl Agent {
         limit: usize,
         session: Option<SessionId>,
     ) -> Result<Vec<Entry>, Failure> {
-        self.blocking(move |host| {
-            let found = match session {
-                None => host.store.evidence_since(since, limit).map_err(internal),
-                Some(id) => host.store.evidence_of(id).map_err(internal).map(|entries| {
+        self.blocking(move |host| match session {
+            None => host.store.evidence_since(since, limit).map_err(internal),
+            Some(id) => {
+                host.store.evidence_of(id).map_err(internal).map(|entries| {
                     entries.into_iter().filter(|e| e.seq > since).take(limit).collect()
-                }),
-            };
-            found
+                })
+            }
         })
         .await
     }

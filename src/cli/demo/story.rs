@@ -20,7 +20,7 @@ pub(super) const SOON: Duration = Duration::from_secs(5);
 
 /// One write a line; its file is open only while it writes. The beats come from beside it. When
 /// its client leaves while it stands stopped, the kernel hangs up on it, as on any job: it lives on.
-const A: &str = "trap \"\" HUP; while :; do /run/overfence/overfence lease beat >/dev/null; sleep 0.4; done & \
+const A: &str = "while :; do /run/overfence/overfence lease beat >/dev/null; sleep 0.4; done & \
     while read -r x; do if echo \"$x\" >> a.txt; then echo \"wrote $x\"; else echo refused; fi; done";
 
 /// Keeps its file open and never beats.

@@ -13,6 +13,7 @@ mod demo;
 mod host;
 mod keeper;
 mod kernel_facts;
+mod leases;
 mod main_job;
 mod restart;
 mod rig;
@@ -26,6 +27,7 @@ use libtest_mimic::{Arguments, Trial};
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
+        ("leases", leases::tests()),
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),

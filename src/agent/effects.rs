@@ -146,16 +146,19 @@ impl Host {
         let Some(mounted) = slot.lock().mounted.clone() else {
             return Err("the overlay is not mounted here".to_owned());
         };
-        // Syncs the whole file system of the upper: one at a time, never on a path that freezes.
-        let turn = self.sync_turn();
-        let until =
-            clock::now().plus(if s.facts.has(Fact::Killed) { TEARDOWN } else { Duration::ZERO });
+        let patience = if s.facts.has(Fact::Killed) { TEARDOWN } else { Duration::ZERO };
+        let until = clock::now().plus(patience);
         loop {
-            match overlay::remount_ro(&mounted.root).map_err(text)? {
+            // Syncs the whole file system of the upper: one at a time, never on a path that
+            // freezes, and nobody else waits while this one pauses.
+            let answer = {
+                let _turn = self.sync_turn();
+                overlay::remount_ro(&mounted.root).map_err(text)?
+            };
+            match answer {
                 ReadOnly::Granted(proof) => return Ok(vec![Event::ReadOnly { proof }]),
                 ReadOnly::Busy(_) if clock::now() < until => std::thread::sleep(AGAIN),
                 ReadOnly::Busy(proof) => {
-                    drop(turn);
                     let place = self.paths.cgroup(slot.id);
                     let holders =
                         holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
@@ -328,10 +331,13 @@ impl Host {
     fn prove_gone(&self, slot: &Slot) -> Answered {
         // The root descriptor holds the mount busy.
         slot.lock().mounted = None;
-        let turn = self.sync_turn();
         let until = clock::now().plus(TEARDOWN);
         loop {
-            match overlay::unmount(&slot.dirs.merged).map_err(text)? {
+            let answer = {
+                let _turn = self.sync_turn();
+                overlay::unmount(&slot.dirs.merged).map_err(text)?
+            };
+            match answer {
                 Unmount::Done | Unmount::NotMounted => break,
                 Unmount::Busy if clock::now() < until => std::thread::sleep(AGAIN),
                 Unmount::Busy => {
@@ -339,7 +345,6 @@ impl Host {
                 }
             }
         }
-        drop(turn);
         if !slot.dirs.upper.exists() {
             let (asked, answer) =
                 ("stat of the upper".to_owned(), "ENOENT, it was never made".to_owned());

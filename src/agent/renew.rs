@@ -140,6 +140,11 @@ fn missed(host: &Arc<Host>, d: &Due, cause: &str) {
     );
     drop(inner);
     host.apply(&d.slot, Event::RenewalMissed { cause: known }, "authority");
+    // At once, and not by the session's worker: that one waits for a record which the same trouble
+    // may hold up.
+    if let Err(fault) = host.show(&d.slot) {
+        tracing::warn!(OVERFENCE_SESSION = %d.slot.id, "session.json was not replaced: {fault}");
+    }
 }
 
 impl Host {

@@ -134,8 +134,8 @@ impl Inner {
         self.queue = before.queue;
     }
 
-    /// Whether something waits to be tried again soon.
-    pub fn pending(&self) -> bool {
+    /// Whether something waits to be tried again: at this tick, or at a `patient` one.
+    pub fn pending(&self, patient: bool) -> bool {
         use crate::model::facts::Fact;
         let s = &self.session;
         match s.state {
@@ -143,7 +143,7 @@ impl Inner {
             State::Fenced | State::Preserved => {
                 let stopped = s.facts.has(Fact::Frozen) || s.facts.has(Fact::Killed);
                 let proved = s.facts.has(Fact::Gone) || (stopped && s.facts.has(Fact::ReadOnly));
-                !proved || !s.unknown.is_empty()
+                (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }
             State::Active => {
                 let thawing =

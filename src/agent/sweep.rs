@@ -16,6 +16,8 @@ use crate::model::step::Event;
 use crate::model::time::BootNs;
 
 const TICK: Duration = Duration::from_secs(1);
+/// What is stopped already and only lacks a stronger fact is tried again every so many ticks.
+const PATIENT: u32 = 5;
 
 /// Runs until the agent stops.
 pub async fn run(host: Arc<Host>) {
@@ -24,11 +26,13 @@ pub async fn run(host: Arc<Host>) {
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let _ = sweep(&host, Duration::ZERO, started).await;
+    let mut ticks: u32 = 0;
     while !host.stopping() {
         tick.tick().await;
+        ticks = ticks.wrapping_add(1);
         let now = clock::now();
         for slot in host.slots() {
-            if slot.lock().pending() {
+            if slot.lock().pending(ticks % PATIENT == 0) {
                 host.apply(&slot, Event::Tick { now }, "agent");
             }
         }

@@ -14,7 +14,7 @@ use crate::model::code::Code;
 #[derive(Debug, Args)]
 pub struct Daemon {
     /// Configuration file, instead of /etc/overfence/config.toml.
-    #[arg(long, value_name = "F")]
+    #[arg(long, value_name = "F", env = "OVERFENCE_CONFIG", hide_env_values = true)]
     config: Option<PathBuf>,
 }
 

@@ -100,4 +100,19 @@ mod tests {
             assert!((400..=599).contains(&code.status()), "{code}");
         }
     }
+
+    #[test]
+    fn the_table_in_the_docs_is_this_list() {
+        let page = include_str!("../../docs/OPERATIONS.md");
+        let rows: Vec<&str> = page
+            .lines()
+            .filter(|line| line.starts_with("| `") && line.matches('|').count() == 5)
+            .filter(|line| line.split('|').nth(2).is_some_and(|s| s.trim().parse::<u16>().is_ok()))
+            .collect();
+        let wanted: Vec<String> = Code::ALL
+            .iter()
+            .map(|c| format!("| `{c}` | {} | {} | {} |", c.status(), c.exit(), c.meaning()))
+            .collect();
+        assert_eq!(rows, wanted);
+    }
 }

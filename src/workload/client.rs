@@ -180,8 +180,12 @@ fn pass_on(control: &UnixStream, info: &siginfo, starting: bool) {
 }
 
 /// The shell must see its job stopped; when it is continued, so is the command, which may be in
-/// a process group of its own by now.
+/// a process group of its own by now. Without a terminal there is no shell that would continue it:
+/// a command that somebody stops is then waited for, until it goes on or its lease is lost.
 fn stop_too(control: &UnixStream) -> io::Result<()> {
+    if File::open("/dev/tty").is_err() {
+        return Ok(());
+    }
     raise(Signal::SIGSTOP)?;
     let _ = say(control, Word::Signal(Signal::SIGCONT as u8));
     Ok(())

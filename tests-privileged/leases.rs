@@ -1,0 +1,367 @@
+//! Leases, takeover, doubt and grace, through the command line on the real kernel.
+
+use std::os::unix::ffi::OsStrExt as _;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::agent_process::{Host, has, id_of, path_of};
+use crate::host::{Place, Test};
+
+pub fn tests() -> Vec<Test> {
+    vec![
+        Test { name: "i9_a_silent_authority_is_doubt_then_frozen_then_resumed", run: doubt },
+        Test { name: "i9_a_doubted_session_that_was_claimed_stays_fenced", run: claimed },
+        Test { name: "ttl_bounds_are_refused", run: bounds },
+        Test { name: "i1_competing_takeovers_give_one_owner", run: takeovers },
+        Test { name: "force_revokes_and_freezes_the_predecessor", run: forced },
+        Test { name: "a_stopped_command_loses_its_process_lease", run: process_holder },
+        Test { name: "i4_grace_removes_and_keep_keeps", run: grace },
+        Test { name: "lowers_of_any_bytes_become_the_first_layers", run: lowers },
+        Test { name: "a_mapped_root_is_root_in_the_layer", run: mapped_root },
+        Test { name: "run_is_the_whole_job", run: whole_job },
+    ]
+}
+
+/// The session.json that the workload sees.
+fn seen_inside(host: &Host, id: &str) -> Value {
+    let path = host.dir.join("run/sessions").join(id).join("inside/session.json");
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn wait(limit: Duration, what: &str, fits: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !fits() {
+        assert!(begun.elapsed() < limit, "waited {limit:?} in vain: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Beats for a session until the guard is dropped.
+struct Beats(std::sync::mpsc::Sender<()>, Option<std::thread::JoinHandle<()>>);
+
+impl Beats {
+    fn of(host: &Host, opened: &Value) -> Self {
+        let (stop, stopped) = std::sync::mpsc::channel::<()>();
+        let (binary, socket) = (host.binary.clone(), host.dir.join("run/overfence.sock"));
+        let (id, token) = (id_of(opened), opened["token"].as_str().unwrap().to_owned());
+        let thread = std::thread::spawn(move || {
+            while stopped
+                .recv_timeout(Duration::from_millis(200))
+                .is_err_and(|e| e == std::sync::mpsc::RecvTimeoutError::Timeout)
+            {
+                let _ = Command::new(&binary)
+                    .args(["lease", "beat", &id, "--token", &token])
+                    .env("OVERFENCE_SOCKET", &socket)
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::null())
+                    .status();
+            }
+        });
+        Self(stop, Some(thread))
+    }
+}
+
+impl Drop for Beats {
+    fn drop(&mut self) {
+        let _ = self.0.send(());
+        if let Some(thread) = self.1.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The authority's file is locked by somebody else: it does not answer.
+fn doubt(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let opened = host.open("w", "3s");
+    let id = id_of(&opened);
+    let beats = Beats::of(&host, &opened);
+    let lock = rusqlite::Connection::open(host.dir.join("state/overfence.db")).unwrap();
+    lock.execute_batch("BEGIN IMMEDIATE").unwrap();
+    wait(Duration::from_secs(5), "doubt is shown inside", || {
+        seen_inside(&host, &id)["state"] == "doubt"
+    });
+    let view = host.must(&["session", "inspect", &id]);
+    let doubt = view["doubt"].as_str().unwrap();
+    assert!(doubt.contains("generation 1") && doubt.contains("owner"), "{doubt}");
+    assert_eq!(view["may_publish"], false);
+    let out = host.run(&["session", "checkpoint", &id]);
+    assert_eq!(out.status.code(), Some(4), "{out:?}");
+    assert!(String::from_utf8_lossy(&out.stderr).contains("doubt"), "{out:?}");
+    let events = path_of(&view, "cgroup").join("cgroup.freeze");
+    wait(Duration::from_secs(5), "frozen at the deadline", || {
+        std::fs::read_to_string(&events).unwrap().starts_with('1')
+    });
+    assert_eq!(seen_inside(&host, &id)["generation"], 1);
+    lock.execute_batch("ROLLBACK").unwrap();
+    let view =
+        host.until(&id, |v| v["state"] == "ACTIVE" && v["generation"] == 2 && v["work"].is_null());
+    assert_eq!(view["doubt"], Value::Null);
+    wait(Duration::from_secs(5), "thawed", || {
+        std::fs::read_to_string(&events).unwrap().starts_with('0')
+    });
+    let entries = host.must(&["evidence", "show", "--session", &id]);
+    let kinds: Vec<_> =
+        entries.as_array().unwrap().iter().map(|e| e["detail"]["event"]["event"].clone()).collect();
+    for kind in ["renewal_missed", "lease_lost", "frozen", "readmitted", "thawed"] {
+        assert!(kinds.contains(&Value::from(kind)), "{kind} is missing in {kinds:?}");
+    }
+    drop(beats);
+    host.must(&["session", "close", &id, "--discard", "--yes"]);
+}
+
+fn claimed(place: &Place) {
+    let mut host = Host::new(place, "h");
+    host.start_keeper();
+    assert!(host.start(None));
+    let opened = host.open("w", "2s");
+    let id = id_of(&opened);
+    let freeze = path_of(&opened["session"], "cgroup").join("cgroup.freeze");
+    host.kill_agent();
+    wait(Duration::from_secs(5), "the keeper freezes", || {
+        std::fs::read_to_string(&freeze).unwrap().starts_with('1')
+    });
+    // Somebody else takes the workspace while no agent of this host runs: another session's record
+    // at the authority, as another host would leave it.
+    let db = rusqlite::Connection::open(host.dir.join("state/overfence.db")).unwrap();
+    let held: String = db
+        .query_row("SELECT name FROM sqlite_master WHERE name = 'workspaces'", [], |r| r.get(0))
+        .unwrap();
+    assert_eq!(held, "workspaces");
+    drop(db);
+    assert!(host.start(None));
+    let next = host.ask(&["session", "open", "-w", "w", "--ttl", "60s"]);
+    if next.0 == 0 {
+        // The new owner was faster than the policy: the old session stays fenced for good.
+        let view = host.until(&id, |v| has(v, "frozen"));
+        assert_ne!(view["state"], "ACTIVE");
+        std::thread::sleep(Duration::from_secs(3));
+        assert_eq!(host.must(&["session", "inspect", &id])["generation"], 1);
+    } else {
+        // The policy was faster: the workspace has one writer, and it is the resumed one.
+        assert_eq!(next.0, 4);
+        assert_eq!(host.until(&id, |v| v["state"] == "ACTIVE")["generation"], 2);
+    }
+}
+
+fn bounds(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    for ttl in ["999ms", "25h", "0s"] {
+        let out = host.run(&["session", "open", "-w", "w", "--create", "--ttl", ttl]);
+        assert_eq!(out.status.code(), Some(2), "{ttl}: {out:?}");
+        assert!(String::from_utf8_lossy(&out.stderr).contains("1 s to 24 h"), "{out:?}");
+    }
+    assert_eq!(host.must(&["session", "list"]), Value::Array(vec![]));
+}
+
+fn takeovers(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let first = host.open("w", "1s");
+    host.until(&id_of(&first), |v| v["state"] == "PRESERVED");
+    let host = &host;
+    let outcomes: Vec<(i32, Value)> = std::thread::scope(|scope| {
+        let all: Vec<_> = (0..8)
+            .map(|_| scope.spawn(|| host.ask(&["session", "open", "-w", "w", "--ttl", "60s"])))
+            .collect();
+        all.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let won: Vec<_> = outcomes.iter().filter(|(code, _)| *code == 0).collect();
+    assert_eq!(won.len(), 1, "{outcomes:?}");
+    assert!(outcomes.iter().all(|(code, _)| [0, 4].contains(code)), "{outcomes:?}");
+    assert_eq!(won[0].1["session"]["generation"], 2);
+    let history = host.must(&["workspace", "history", "w"]);
+    let taken = history.as_array().unwrap().iter().filter(|h| h["kind"] == "acquired").count();
+    assert_eq!(taken, 2, "{history:#}");
+    let record = history
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|h| h["generation"] == 2 && h["kind"] == "acquired")
+        .unwrap();
+    assert_eq!(record["detail"]["predecessor"]["generation"], 1, "{record:#}");
+    assert_eq!(record["detail"]["predecessor"]["state"], "EXPIRED");
+    let id = id_of(&won[0].1);
+    host.must(&["session", "close", &id]);
+    host.must(&["preserved", "discard", &id_of(&first), "--yes"]);
+}
+
+fn forced(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let first = host.open("w", "60s");
+    let (code, _) = host.ask(&["session", "open", "-w", "w"]);
+    assert_eq!(code, 4, "a live lease was taken without force");
+    let second = host.must(&["session", "open", "-w", "w", "--force", "--owner", "b"]);
+    assert_eq!(second["predecessor"]["state"], "REVOKED");
+    let view = host.until(&id_of(&first), |v| has(v, "read-only"));
+    assert!(has(&view, "frozen") && view["class"] != "AUTHORISED", "{view:#}");
+    let (code, answer) =
+        host.ask(&["readmit", &id_of(&first), "--authorised-by", "ann", "--reason", "mine"]);
+    assert_eq!(code, 4, "readmitted beside a live lease: {answer:#}");
+    host.must(&["session", "close", &id_of(&second)]);
+    host.must(&["preserved", "discard", &id_of(&first), "--yes"]);
+}
+
+fn cli(host: &Host, args: &[&str]) -> Command {
+    let mut command = Command::new(&host.binary);
+    command
+        .args(args)
+        .env("OVERFENCE_SOCKET", host.dir.join("run/overfence.sock"))
+        .stdin(Stdio::null());
+    command
+}
+
+fn process_holder(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let run = cli(&host, &["run", "-w", "w", "--create", "--ttl", "1s", "--", "sleep", "60"])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut view = Value::Null;
+    wait(Duration::from_secs(5), "a session with a command", || {
+        host.must(&["session", "list"])[0]["processes"].as_u64().unwrap_or(0) >= 3
+    });
+    view.clone_from(&host.must(&["session", "list"])[0]);
+    let id = view["id"].as_str().unwrap().to_owned();
+    // Alive and running: the lease is renewed well past its TTL.
+    std::thread::sleep(Duration::from_millis(2500));
+    assert_eq!(host.must(&["session", "inspect", &id])["state"], "ACTIVE");
+    let procs = std::fs::read_to_string(path_of(&view, "cgroup").join("cgroup.procs")).unwrap();
+    let sleeper = procs
+        .lines()
+        .find(|pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim()
+                == "sleep"
+        })
+        .unwrap();
+    let pid = nix::unistd::Pid::from_raw(sleeper.parse().unwrap());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
+    let view = host.until(&id, |v| has(v, "read-only"));
+    assert!(view["loss"].as_str().unwrap().contains("no sign of life"), "{view:#}");
+    let out = run.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(125), "{out:?}");
+    assert!(String::from_utf8_lossy(&out.stderr).contains("lease_lost"), "{out:?}");
+    // A stopped writer is there still: the end of its client did not hang it up.
+    assert!(std::path::Path::new(&format!("/proc/{pid}")).exists());
+    let events = std::fs::read_to_string(path_of(&view, "cgroup").join("cgroup.events")).unwrap();
+    assert!(events.contains("populated 1") && events.contains("frozen 1"), "{events}");
+    host.must(&["preserved", "discard", &id, "--yes"]);
+}
+
+fn grace(place: &Place) {
+    let mut host = Host::new(place, "h");
+    let config = std::fs::read_to_string(&host.config).unwrap();
+    let preserve = "[preserve]\ngrace = \"3s\"\nmin_notice = \"1s\"\nsweep = \"1s\"\n";
+    std::fs::write(&host.config, format!("{config}{preserve}")).unwrap();
+    assert!(host.start(None));
+    let (short, long) = (host.open("short", "60s"), host.open("long", "60s"));
+    for opened in [&short, &long] {
+        std::fs::write(path_of(&opened["session"], "merged").join("f"), "bytes").unwrap();
+        host.must(&["session", "close", &id_of(opened), "--keep"]);
+    }
+    host.must(&["preserved", "keep", &id_of(&long), "--until", "10m"]);
+    let listed = host.must(&["preserved", "list"]);
+    let left = |id: &str| {
+        listed.as_array().unwrap().iter().find(|p| p["session"] == id).unwrap()["grace_left_ms"]
+            .as_u64()
+            .unwrap()
+    };
+    assert!(left(&id_of(&short)) <= 3000 && left(&id_of(&long)) > 500_000, "{listed:#}");
+    let upper = |opened: &Value| path_of(&opened["session"], "upper");
+    assert!(upper(&short).join("f").exists(), "removed before its grace was over");
+    wait(Duration::from_secs(20), "grace removes it", || !upper(&short).exists());
+    assert!(upper(&long).join("f").exists());
+    let entries = host.must(&["evidence", "show", "--session", &id_of(&short)]);
+    assert!(entries.to_string().contains("\"to\":\"DELETING\""), "{entries:#}");
+    host.must(&["preserved", "discard", &id_of(&long), "--yes"]);
+}
+
+fn lowers(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let names: [&[u8]; 4] = [b"a:b,c", b"back\\slash", b"new\nline and space", b"\xff\xfe"];
+    let mut args: Vec<std::ffi::OsString> = ["workspace", "create", "w"].map(Into::into).to_vec();
+    for (n, name) in names.iter().enumerate() {
+        let dir = place.dir.join(std::ffi::OsStr::from_bytes(name));
+        std::fs::create_dir(&dir).unwrap();
+        std::fs::write(dir.join(format!("file{n}")), *name).unwrap();
+        args.extend(["--lower".into(), dir.into()]);
+    }
+    let status = Command::new(&host.binary)
+        .args(&args)
+        .env("OVERFENCE_SOCKET", host.dir.join("run/overfence.sock"))
+        .status()
+        .unwrap();
+    assert!(status.success());
+    let w = host.must(&["workspace", "status", "w"]);
+    assert_eq!((w["version"].as_u64(), w["head"].as_array().unwrap().len()), (Some(1), 4));
+    let opened = host.open("w", "60s");
+    for (n, name) in names.iter().enumerate() {
+        let file = path_of(&opened["session"], "merged").join(format!("file{n}"));
+        assert_eq!(std::fs::read(file).unwrap(), *name);
+    }
+    host.must(&["session", "close", &id_of(&opened)]);
+}
+
+fn mapped_root(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let lower = place.dir.join("lower");
+    std::fs::create_dir(&lower).unwrap();
+    std::fs::write(lower.join("old"), "x").unwrap();
+    let made = cli(&host, &["run", "-w", "w", "--create", "--user", "0", "--lower"])
+        .arg(&lower)
+        .args([
+            "--",
+            "sh",
+            "-c",
+            "stat -c %u:%g old && touch new && stat -c %u:%g new && echo y >> old && id -u",
+        ])
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{made:?}");
+    assert_eq!(String::from_utf8_lossy(&made.stdout), "0:0\n0:0\n0\n", "{made:?}");
+    let opened = host.open("w", "60s");
+    for name in ["new", "old"] {
+        let meta = std::fs::metadata(path_of(&opened["session"], "merged").join(name)).unwrap();
+        use std::os::unix::fs::MetadataExt as _;
+        assert_eq!((meta.uid(), meta.gid()), (0, 0), "{name} is not root's in the layer");
+    }
+    host.must(&["session", "close", &id_of(&opened)]);
+}
+
+fn whole_job(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let run = |args: &[&str]| cli(&host, args).output().unwrap();
+    let good = run(&[
+        "run",
+        "-w",
+        "w",
+        "--create",
+        "--",
+        "sh",
+        "-c",
+        "echo one > f; cat /run/overfence/session.json",
+    ]);
+    assert!(good.status.success(), "{good:?}");
+    assert!(String::from_utf8_lossy(&good.stdout).contains("\"generation\": 1"), "{good:?}");
+    assert_eq!(host.must(&["workspace", "status", "w"])["version"], 1);
+    let bad = run(&["run", "-w", "w", "--", "sh", "-c", "echo two > g; exit 3"]);
+    assert_eq!(bad.status.code(), Some(3), "{bad:?}");
+    let kept = host.must(&["preserved", "list"]);
+    assert_eq!(kept.as_array().unwrap().len(), 1, "{kept:#}");
+    assert_eq!(host.must(&["workspace", "status", "w"])["version"], 1);
+    let missing = run(&["run", "-w", "w", "--on-exit", "discard", "--", "no-such-command"]);
+    assert_eq!(missing.status.code(), Some(127), "{missing:?}");
+    let unknown = run(&["run", "-w", "nowhere", "--", "true"]);
+    assert_eq!(unknown.status.code(), Some(125), "{unknown:?}");
+    host.must(&["preserved", "discard", kept[0]["session"].as_str().unwrap(), "--yes"]);
+    assert_eq!(host.must(&["session", "list"]), Value::Array(vec![]));
+}

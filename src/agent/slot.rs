@@ -141,7 +141,9 @@ impl Inner {
         match s.state {
             State::Fencing | State::Deleting | State::Releasing => true,
             State::Fenced | State::Preserved => {
-                let stopped = s.facts.has(Fact::Frozen) || s.facts.has(Fact::Killed);
+                let killed = s.facts.has(Fact::Killed);
+                let stopped =
+                    killed || (s.facts.has(Fact::Frozen) && s.policy.fence_to != Fact::Killed);
                 let proved = s.facts.has(Fact::Gone) || (stopped && s.facts.has(Fact::ReadOnly));
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }

@@ -7,7 +7,7 @@ use super::{Agent, PATIENCE, Sign, actor, unavailable, workspace_id, workspaces}
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::open::{Wish, hash_token};
-use crate::agent::slot::{Applied, Inner, LeaseClock, Slot, take_journal};
+use crate::agent::slot::{Applied, Inner, LeaseClock, Slot, draft, take_journal};
 use crate::agent::{show, view};
 use crate::kernel::clock;
 use crate::model::code::Code;
@@ -23,6 +23,7 @@ use crate::model::view::{
     ReadmitSession, SessionView,
 };
 use crate::model::workspace::{Acquire, Acquired, Refusal};
+use crate::store::Durability;
 use crate::workload::{self, Place};
 
 /// Captures and removals of large uppers take their time.
@@ -69,7 +70,13 @@ impl Agent {
         let slot = self.slot(id)?;
         let s = slot.session();
         s.may_start_work().map_err(|code| denied(&s, code))?;
-        tracing::info!(OVERFENCE_SESSION = %id, "{} starts a command", actor(by));
+        let entry =
+            draft("exec", &s, &actor(by), serde_json::json!({ "pid": by.pid, "run_as": s.run_as }));
+        let journal = Journal { sessions: vec![], entries: vec![entry] };
+        self.blocking(move |host| {
+            host.store.record(&journal, Durability::Lazy).map_err(unavailable)
+        })
+        .await?;
         let paths = &self.0.paths;
         Ok(Place {
             session: id,

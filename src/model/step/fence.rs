@@ -251,8 +251,9 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
                 return Step::quiet([FENCE]);
             }
             let due = s.busy_since.is_some_and(|t| now.since(t) >= s.policy.kill_after);
-            let fenced_to_kill = s.state == State::Fenced && s.policy.fence_to == Fact::Killed;
-            if !killed && (fenced_to_kill || (s.policy.on_busy == OnBusy::Kill && due)) {
+            if !killed
+                && (s.policy.fence_to == Fact::Killed || (s.policy.on_busy == OnBusy::Kill && due))
+            {
                 return Step::go([Effect::Kill]);
             }
             let wants_ro = s.policy.fence_to != Fact::Frozen && !s.facts.has(Fact::ReadOnly);

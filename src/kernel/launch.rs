@@ -84,14 +84,16 @@ pub fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Schedules the calling thread as SCHED_FIFO with `priority` (1 to 99).
+/// Schedules the calling thread, and no thread or process that it starts, as SCHED_FIFO with
+/// `priority` (1 to 99).
 ///
 /// # Errors
 /// EPERM without CAP_SYS_NICE or a real-time budget; EINVAL for a priority out of range.
 pub fn schedule_fifo(priority: i32) -> io::Result<()> {
     let param = libc::sched_param { sched_priority: priority };
+    let policy = libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK;
     // SAFETY: `param` lives through the call, which only reads it; 0 is the calling thread.
-    let answer = unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const param) };
+    let answer = unsafe { libc::sched_setscheduler(0, policy, &raw const param) };
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 

@@ -12,6 +12,7 @@ pub(super) fn tests() -> Vec<Test> {
         the_events_watch_sees_thaws_and_emptied_cgroups,
         deadlines_are_read_by_another_process,
         a_deadline_file_has_one_writer_and_survives_it,
+        what_a_real_time_thread_starts_is_not_real_time,
     ]
 }
 
@@ -223,4 +224,20 @@ fn a_deadline_file_has_one_writer_and_survives_it(place: &Place) {
     assert_eq!(table.entries().count(), 0);
     assert!(!snapshot.is_current());
     assert_eq!(snapshot.iter().count(), 0);
+}
+
+/// proc_pid_stat(5): the scheduling policy of the calling thread.
+fn policy() -> u32 {
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+    let fields = stat.rsplit_once(") ").unwrap().1;
+    fields.split(' ').nth(38).unwrap().parse().unwrap()
+}
+
+fn what_a_real_time_thread_starts_is_not_real_time(_: &Place) {
+    const FIFO: u32 = 1;
+    let seen = std::thread::spawn(|| {
+        overfence::kernel::launch::schedule_fifo(1).unwrap();
+        (policy(), std::thread::spawn(policy).join().unwrap())
+    });
+    assert_eq!(seen.join().unwrap(), (FIFO, 0));
 }

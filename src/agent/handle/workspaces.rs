@@ -1,11 +1,13 @@
 //! Workspaces and leases.
 
 use std::os::fd::AsFd as _;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Agent, PATIENCE, actor, internal, unavailable, unique, workspace_id};
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
+use crate::agent::slot::Slot;
 use crate::agent::view::word;
 use crate::authority::{HistoryRow, NewWorkspace};
 use crate::kernel::walk::Dir;
@@ -78,10 +80,33 @@ impl Agent {
         lease: &str,
         wish: RevokeLease,
     ) -> Result<Fenced, Failure> {
-        let prefix = lease.to_owned();
-        let (workspace, lease) = self.blocking(move |host| find_lease(host, &prefix)).await?;
+        let slot = match self.held_here(lease) {
+            Some(slot) => slot,
+            None => self.holder(lease).await?,
+        };
         let reason =
             if wish.reason.is_empty() { "no reason given".to_owned() } else { wish.reason };
+        let loss = Loss::Revoked { by: actor(by), reason };
+        self.0.apply(&slot, Event::LeaseLost { loss, revoke: true }, &actor(by));
+        let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(PATIENCE);
+        slot.wait_for(wait, |inner| inner.session.facts.has(Fact::Frozen)).await;
+        Ok(self.fenced(&slot))
+    }
+
+    /// The session that holds a lease, known by its whole id: found without the authority, for
+    /// whose answer no freeze waits.
+    fn held_here(&self, lease: &str) -> Option<Arc<Slot>> {
+        let id: LeaseId = lease.parse().ok()?;
+        self.0.slots().into_iter().find(|slot| {
+            let inner = slot.lock();
+            inner.session.lease == id && inner.session.holds_lease()
+        })
+    }
+
+    /// The session of a lease that may publish, by the authority's list.
+    async fn holder(&self, prefix: &str) -> Result<Arc<Slot>, Failure> {
+        let prefix = prefix.to_owned();
+        let (workspace, lease) = self.blocking(move |host| find_lease(host, &prefix)).await?;
         if !lease.state.may_publish() {
             let code = match lease.state {
                 LeaseState::Released => Code::LeaseReleased,
@@ -95,18 +120,13 @@ impl Agent {
                 format!("lease {} is {} already", lease.id, word(&lease.state)),
             ));
         }
-        let slot = self.0.slot(lease.session).ok_or_else(|| {
+        self.0.slot(lease.session).ok_or_else(|| {
             let text = format!(
                 "lease {} of {workspace} is held by a session on another host; revoke it there",
                 lease.id
             );
             Failure::new(Code::UnknownSession, text)
-        })?;
-        let loss = Loss::Revoked { by: actor(by), reason };
-        self.0.apply(&slot, Event::LeaseLost { loss, revoke: true }, &actor(by));
-        let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(PATIENCE);
-        slot.wait_for(wait, |inner| inner.session.facts.has(Fact::Frozen)).await;
-        Ok(self.fenced(&slot))
+        })
     }
 }
 

@@ -51,6 +51,12 @@ pub fn run_child(all: &[(&'static str, Vec<Test>)], name: &str) -> ! {
         None::<&str>,
     )
     .expect("make mounts private");
+    // A production agent's sessions must not be held by this copy.
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
+    for line in mounts.lines().filter(|l| l.contains(" - overlay overfence-")) {
+        let point = line.split(' ').nth(4).expect("a mount point");
+        let _ = nix::mount::umount2(point, nix::mount::MntFlags::MNT_DETACH);
+    }
     let place = Place {
         dir: std::env::var_os("OVERFENCE_TEST_DIR").expect("set by the parent").into(),
         cgroup: std::env::var_os("OVERFENCE_TEST_CGROUP").expect("set by the parent").into(),

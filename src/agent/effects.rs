@@ -25,6 +25,7 @@ use crate::model::workspace::{KeyState, Publish, Refusal};
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Captured, Source, Writers};
 use crate::upper::remove::{self, ProvedGone};
+use crate::upper::store::LayerStore;
 
 /// io_uring and unix-socket teardown lag behind `populated 0`; read-only and umount are retried
 /// for this long after a kill.
@@ -156,7 +157,11 @@ impl Host {
                 overlay::remount_ro(&mounted.root).map_err(text)?
             };
             match answer {
-                ReadOnly::Granted(proof) => return Ok(vec![Event::ReadOnly { proof }]),
+                ReadOnly::Granted(proof) => {
+                    let upper = Dir::open(&slot.dirs.upper).map_err(text)?;
+                    let empty = changes::is_empty(upper.as_fd()).map_err(text)?;
+                    return Ok(vec![Event::ReadOnly { proof, empty }]);
+                }
                 ReadOnly::Busy(_) if clock::now() < until => std::thread::sleep(AGAIN),
                 ReadOnly::Busy(proof) => {
                     let place = self.paths.cgroup(slot.id);
@@ -259,7 +264,7 @@ impl Host {
     fn capture(&self, slot: &Slot, s: &Session, key: PublicationKey) -> Answered {
         // An upper that became empty again after a publication is a layer too: the empty one.
         let captured =
-            capture_upper(self, &slot.dirs.upper, s.own_layer.is_some()).map_err(text)?;
+            capture_upper(&self.layers, &slot.dirs.upper, s.own_layer.is_some()).map_err(text)?;
         let captured = Event::Captured { key, layer: captured.map(|c| c.diff_id) };
         let (cgroup, mounted) = {
             let inner = slot.lock();
@@ -354,8 +359,22 @@ impl Host {
         }
         match self.gone.prove(slot.id, &slot.dirs, TEARDOWN).map_err(text)? {
             Some(proof) => Ok(vec![Event::Gone { proof }]),
-            None => Err("the superblock lives: another mount namespace holds a copy of the mount"
-                .to_owned()),
+            None => Err(self.who_keeps_it(slot)),
+        }
+    }
+
+    /// Who keeps a superblock alive that was unmounted here.
+    fn who_keeps_it(&self, slot: &Slot) -> String {
+        let place = self.paths.cgroup(slot.id);
+        let s_dev = slot.lock().s_dev;
+        let found = s_dev.map(|s_dev| holders::all(s_dev, &slot.dirs.upper, &place));
+        let names: Vec<_> = match found {
+            Some(Ok(found)) => found.iter().take(3).map(ToString::to_string).collect(),
+            Some(Err(_)) | None => vec![],
+        };
+        match names.is_empty() {
+            true => "the superblock lives, and nobody who holds it can be named".to_owned(),
+            false => format!("the superblock lives: {}", names.join("; ")),
         }
     }
 
@@ -385,7 +404,7 @@ impl Host {
 
 /// Captures a stopped upper; an empty one gives no layer unless that is wanted.
 pub fn capture_upper(
-    host: &Host,
+    layers: &LayerStore,
     upper: &Path,
     even_empty: bool,
 ) -> crate::upper::Result<Option<Captured>> {
@@ -394,7 +413,7 @@ pub fn capture_upper(
         return Ok(None);
     }
     let source = Source::Upper(dir.as_fd(), Format::Trusted);
-    layer::capture(source, Writers::Frozen, &host.layers).map(Some)
+    layer::capture(source, Writers::Frozen, layers).map(Some)
 }
 
 /// An error with all its causes, in one line.

@@ -315,6 +315,7 @@ impl Host {
         if let Some(cgroup) = &inner.cgroup {
             self.events.add(slot.id, cgroup).map_err(text)?;
         }
+        inner.s_dev = Some(mounted.s_dev);
         inner.mounted = Some(Arc::new(mounted));
         Ok(())
     }

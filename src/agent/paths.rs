@@ -4,7 +4,7 @@
 //! <state>/                       0700, durable
 //!   overfence.db                 authority and store
 //!   sessions/<id>/{upper,work,merged,marker}
-//!   layers/  bundles/  trash/  etc/  empty/
+//!   layers/  bundles/  exports/  trash/  etc/  empty/
 //! <runtime>/                     0755, of this boot
 //!   overfence.sock  deadlines  cell
 //!   sessions/<id>/init.json      who the session's init is; not seen inside
@@ -28,6 +28,8 @@ pub struct Paths {
     pub layers: PathBuf,
     /// Exports without a destination of their own.
     pub bundles: PathBuf,
+    /// Captures on their way into a bundle; nothing stays here.
+    pub exports: PathBuf,
     /// What is being removed.
     pub trash: PathBuf,
     /// An empty directory, the lower of an empty head.
@@ -50,6 +52,7 @@ impl Paths {
             sessions: state.join("sessions"),
             layers: state.join("layers"),
             bundles: config.bundles_dir.clone(),
+            exports: state.join("exports"),
             trash: state.join("trash"),
             empty: state.join("empty"),
             deadlines: run.join("deadlines"),

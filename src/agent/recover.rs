@@ -43,6 +43,9 @@ impl Host {
         let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
         let trash = remove::empty_trash(&self.paths.trash).map_err(text)?;
         self.layers.sweep().map_err(text)?;
+        for cut_off in std::fs::read_dir(&self.paths.exports).map_err(text)?.flatten() {
+            std::fs::remove_dir_all(cut_off.path()).map_err(text)?;
+        }
         if swept > 0 || trash.entries > 0 {
             tracing::info!(
                 "finished {swept} unfinished open(s) and {} trashed entries",

@@ -54,6 +54,8 @@ pub struct Inner {
     pub cgroup: Option<Arc<Cgroup>>,
     /// The overlay's root; holds it busy.
     pub mounted: Option<Arc<Mounted>>,
+    /// Device of the overlay's superblock, known also after it was unmounted here.
+    pub s_dev: Option<u64>,
     /// Answers to publications, until their askers took them.
     pub answers: BTreeMap<PublicationKey, Published>,
     /// When the present checkpoint froze the session, and for how long the last one did.
@@ -169,6 +171,7 @@ impl Slot {
                 lease,
                 cgroup: None,
                 mounted: None,
+                s_dev: None,
                 answers: BTreeMap::new(),
                 frozen_at: None,
                 frozen_for: Duration::ZERO,

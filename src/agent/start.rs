@@ -108,6 +108,7 @@ fn prepare(
         (&paths.sessions, 0o700),
         (&paths.trash, 0o700),
         (&paths.bundles, 0o700),
+        (&paths.exports, 0o700),
         (&paths.empty, 0o755),
         (&paths.runtime, 0o700),
         (&paths.cgroups, 0o755),

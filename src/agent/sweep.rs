@@ -32,7 +32,7 @@ pub async fn run(host: Arc<Host>) {
         ticks = ticks.wrapping_add(1);
         let now = clock::now();
         for slot in host.slots() {
-            if slot.lock().pending(ticks % PATIENT == 0) {
+            if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {
                 host.apply(&slot, Event::Tick { now }, "agent");
             }
         }

@@ -184,8 +184,8 @@ impl Client {
         let socket = self.socket.display();
         let message = match fault.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
-                "no agent listens on {socket} ({fault}); start it with `systemctl start \
-                 overfence` or `overfence agent`, or name its socket with --socket"
+                "no agent listens on {socket} ({fault}); start it with \
+                 `overfence agent`, or name its socket with --socket"
             ),
             _ => format!("cannot reach the agent on {socket}: {fault}"),
         };

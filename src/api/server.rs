@@ -37,6 +37,13 @@ const FAREWELL: Duration = Duration::from_secs(3);
 /// # Errors
 /// The directory does not allow it.
 pub fn bind(path: &Path) -> io::Result<UnixListener> {
+    if std::os::unix::net::UnixStream::connect(path).is_ok() {
+        return Err(io::Error::new(
+            io::ErrorKind::AddrInUse,
+            "another agent answers there: give this one a socket of its own (`socket` in its \
+             configuration; OVERFENCE_SOCKET overrides it)",
+        ));
+    }
     crate::failpoint::hit("api.bind.before");
     match std::fs::remove_file(path) {
         Err(fault) if fault.kind() != io::ErrorKind::NotFound => return Err(fault),

@@ -32,7 +32,8 @@ impl Context {
     }
 
     fn configured_socket(&self) -> PathBuf {
-        match Config::load(None) {
+        let named = std::env::var_os("OVERFENCE_CONFIG").map(PathBuf::from);
+        match Config::load(named.as_deref()) {
             Ok(config) => config.socket,
             Err(fault) => {
                 let socket = Config::default().socket;

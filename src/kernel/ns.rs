@@ -5,6 +5,7 @@
 //! start slower.
 
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use nix::sched::CloneFlags;
@@ -31,7 +32,22 @@ pub fn unshare_mounts_private() -> Result<()> {
     rustix::mount::mount_change("/", flags).at("make private", "/")
 }
 
-/// Copies the mount namespace without what is mounted below `drop_below`, and pins the copy at
+/// Detaches every session's overlay, whichever agent's, in the mount namespace the caller is in,
+/// which has to be a private copy: a copy that keeps one keeps its superblock alive, and its agent
+/// could not prove it gone.
+pub fn drop_sessions() -> Result<()> {
+    for mount in mountinfo::read(None)? {
+        let ours = mount.source.as_bytes().starts_with(super::overlay::LABEL.as_bytes());
+        if ours && mountinfo::is_type(&mount, "overlay") {
+            let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
+            rustix::mount::unmount(&mount.point, flags).at("drop from the copy", mount.point)?;
+        }
+    }
+    Ok(())
+}
+
+/// Copies the mount namespace without any session's overlay and without what is mounted below
+/// `drop_below`, and pins the copy at
 /// `pin` (a file, made if need be). A cell already pinned there stays as it is.
 pub fn make_cell(pin: &Path, drop_below: &Path) -> Result<OwnedFd> {
     if let Some(cell) = open_cell(pin)? {
@@ -67,6 +83,7 @@ fn copy_without(drop_below: &Path, cpu: Option<usize>) -> Result<OwnedFd> {
             rustix::thread::sched_setaffinity(None, &only).at("move to", format!("CPU {cpu}"))?;
         }
         unshare_mounts_private()?;
+        drop_sessions()?;
         for mount in mountinfo::below(mountinfo::read(None)?, drop_below) {
             if mount.point != drop_below {
                 let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;

@@ -46,7 +46,7 @@ codes! {
     LeaseReleased "lease_released" 409 4 "The lease was given back.";
     LeaseMismatch "lease_mismatch" 409 4 "The workspace's lease is another one.";
     LeaseHeld "lease_held" 409 4 "Somebody else holds a live lease on the workspace.";
-    LeaseLost "lease_lost" 409 4 "The session's lease was lost while the command ran.";
+    LeaseLost "lease_lost" 409 4 "The session's lease is lost.";
     SessionMismatch "session_mismatch" 409 4 "The lease belongs to another session.";
     VersionMismatch "version_mismatch" 412 4 "The workspace was published to since this session last saw it.";
     HeadMismatch "head_mismatch" 412 4 "The workspace's head is not the one this session expects.";

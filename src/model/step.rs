@@ -117,6 +117,8 @@ pub enum Event {
     ReadOnly {
         /// The kernel's answer.
         proof: Proof,
+        /// Whether the upper holds nothing, read after that.
+        empty: bool,
     },
     /// Read-only was refused.
     Busy {
@@ -386,7 +388,7 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         Event::Frozen { proof } => on_frozen(s, proof),
         Event::FreezeLate { blockers } => on_freeze_late(s, blockers),
         Event::ForeignThaw { .. } => on_foreign_thaw(s),
-        Event::ReadOnly { proof } => on_read_only(s, proof),
+        Event::ReadOnly { proof, empty } => on_read_only(s, proof, *empty),
         Event::Busy { proof, holders } => on_busy(s, proof, holders),
         Event::ReadOnlyLost { .. } => on_read_only_lost(s),
         Event::Writable { .. } => on_writable(s),
@@ -429,6 +431,7 @@ use removal::{on_disposed, on_gone, on_kept, on_killed, on_removed, on_witnessed
 fn begin_deleting(s: &mut Session, why: Disposition) -> Step {
     s.disposition = Some(why);
     s.state = State::Deleting;
+    s.trouble = None;
     abandon_work(s);
     s.tries = 0;
     Step::go([Effect::Kill])

@@ -42,8 +42,8 @@ pub const PROVENANCE: &str = "overfence.provenance";
 const SIZE: &str = "overfence.layer.uncompressed-bytes";
 const ENTRIES: &str = "overfence.layer.entries";
 /// The statement every bundle makes.
-pub const STATEMENT: &str = "These bytes are unacknowledged local state of a fenced session. \
-    They were never published and are no part of any head.";
+pub const STATEMENT: &str = "These bytes are unacknowledged local state of a session that lost its \
+    lease. What of them no publication holds is part of no head; nothing merges them by itself.";
 
 /// No JSON file in a bundle is longer than this.
 const MAX_JSON: u64 = 4 << 20;

@@ -12,7 +12,7 @@ use crate::agent::host::Host;
 use crate::agent::slot::{Applied, Inner, Slot};
 use crate::model::code::Code;
 use crate::model::facts::Fact;
-use crate::model::ids::SessionId;
+use crate::model::ids::{Generation, PublicationKey, SessionId};
 use crate::model::journal::Entry;
 use crate::model::session::{Disposition, Session, State};
 use crate::model::step::Event;
@@ -21,7 +21,9 @@ use crate::model::view::{
 };
 use crate::store::Durability;
 use crate::upper::bundle::{self, Provenance};
+use crate::upper::layer::Captured;
 use crate::upper::remove;
+use crate::upper::store::LayerStore;
 
 impl Agent {
     /// Deltas that no publication holds.
@@ -63,9 +65,17 @@ impl Agent {
             })
             .transpose()?;
         let made = self.blocking(move |host| export(host, &asked, &who, dest)).await?;
+        if wish.dispose && !made.stable {
+            let text = format!(
+                "the bundle is at {}, but the session is frozen only and its bytes could still \
+                 change: nothing is removed; `overfence fence --to killed` it and export again",
+                made.path.display()
+            );
+            return Err(Failure::new(Code::Partial, text));
+        }
         if wish.dispose {
             let disposition = Disposition::Exported { who: actor(by), bundle: made.digest };
-            self.dispose(by, &slot, disposition).await?;
+            self.dispose(by, &slot, made.generation, disposition).await?;
         }
         Ok(Exported {
             path: PathText::of(&made.path),
@@ -80,24 +90,33 @@ impl Agent {
     /// Gives a delta up and removes it.
     pub async fn discard(&self, by: &Caller, id: SessionId) -> Result<SessionView, Failure> {
         let slot = self.slot(id)?;
-        self.dispose(by, &slot, Disposition::Discard { who: actor(by) }).await?;
+        let generation = slot.session().generation;
+        self.dispose(by, &slot, generation, Disposition::Discard { who: actor(by) }).await?;
         Ok(self.session_view(&slot))
     }
 
+    /// Decides on the bytes of `generation`: a session that was readmitted meanwhile has others.
     async fn dispose(
         &self,
         by: &Caller,
         slot: &Arc<Slot>,
+        generation: Generation,
         disposition: Disposition,
     ) -> Result<(), Failure> {
-        if let Applied::Refused(code) =
-            self.0.apply(slot, Event::Disposed { disposition }, &actor(by))
         {
-            return Err(denied(&slot.session(), code));
+            let mut inner = slot.lock();
+            if inner.session.generation != generation {
+                return Err(denied(&inner.session, Code::Busy));
+            }
+            let event = Event::Disposed { disposition };
+            if let Applied::Refused(code) = self.0.apply_locked(&mut inner, event, &actor(by)) {
+                return Err(denied(&inner.session, code));
+            }
+            self.0.wake_worker(slot, &mut inner);
         }
         let over = |inner: &Inner| {
             matches!(inner.session.state, State::Closed | State::Quarantined)
-                || inner.session.tries > 0
+                || inner.session.trouble.is_some()
         };
         let (s, _) = slot.wait_for(PATIENCE, over).await;
         match s.state {
@@ -149,8 +168,11 @@ struct MadeBundle {
     digest: crate::model::head::Digest,
     layer: Option<crate::model::head::Digest>,
     stable: bool,
+    generation: Generation,
 }
 
+/// The upper goes into a bundle by way of a layer store of its own, so that bytes which are given up
+/// later are in no store that outlives the export.
 fn export(
     host: &Host,
     slot: &Slot,
@@ -158,45 +180,68 @@ fn export(
     dest: Option<PathBuf>,
 ) -> Result<MadeBundle, Failure> {
     let s = slot.session();
-    if !matches!(s.state, State::Fenced | State::Preserved)
-        || !s.facts.has(Fact::Frozen) && !s.facts.has(Fact::Killed)
-    {
+    let stopped = s.facts.has(Fact::Frozen) || s.facts.has(Fact::Killed);
+    if !matches!(s.state, State::Fenced | State::Preserved) || !stopped {
         return Err(denied(&s, Code::WrongState));
     }
-    // From `frozen` alone a system call or a mapping outside may still change it.
-    let stable = s.facts.has(Fact::ReadOnly) || s.facts.has(Fact::Gone);
-    let captured = capture_upper(host, &slot.dirs.upper, false).map_err(internal)?;
-    let Some(captured) = captured else {
-        return Err(Failure::new(
-            Code::NotFound,
-            format!(
-                "session {} changed nothing: there is nothing to export; `preserved discard` removes it",
+    let scratch = host.paths.exports.join(PublicationKey::fresh().to_string());
+    let made = LayerStore::open(&scratch).map_err(internal).and_then(|layers| {
+        let captured = capture_upper(&layers, &slot.dirs.upper, false).map_err(internal)?;
+        let Some(captured) = captured else {
+            let text = format!(
+                "session {} changed nothing: there is nothing to export; `preserved discard` \
+                 removes it",
                 s.id
-            ),
-        ));
-    };
+            );
+            return Err(Failure::new(Code::NotFound, text));
+        };
+        // What held before the capture has to hold after it.
+        let now = slot.session();
+        if now.generation != s.generation || now.state != s.state {
+            return Err(denied(&now, Code::Busy));
+        }
+        // From `frozen` alone a system call or a mapping outside may still change it.
+        let proved = |s: &Session| s.facts.has(Fact::ReadOnly) || s.facts.has(Fact::Gone);
+        let stable = proved(&s) && proved(&now);
+        bundle_of(host, &s, &layers, &captured, stable, dest)
+    });
+    std::fs::remove_dir_all(&scratch).map_err(internal)?;
+    let made = made?;
+    let detail = serde_json::json!({
+        "path": PathText::of(&made.path), "manifest": made.digest, "layer": made.layer,
+        "stable": made.stable,
+    });
+    let entry = crate::agent::slot::draft("export", &s, actor, detail);
+    let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
+    host.store.record(&journal, Durability::Full).map_err(internal)?;
+    Ok(made)
+}
+
+/// Writes the bundle and reads it back.
+fn bundle_of(
+    host: &Host,
+    s: &Session,
+    layers: &LayerStore,
+    captured: &Captured,
+    stable: bool,
+    dest: Option<PathBuf>,
+) -> Result<MadeBundle, Failure> {
     let excerpt = host.store.evidence_of(s.id).map_err(internal)?;
-    let provenance = provenance(&s, stable, &excerpt);
+    let provenance = provenance(s, stable, &excerpt);
     let path =
         dest.unwrap_or_else(|| host.paths.bundles.join(format!("{}-g{}", s.id, s.generation)));
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent).map_err(internal)?;
     }
-    let made =
-        bundle::export(&host.layers, captured.diff_id, &provenance, &path).map_err(internal)?;
+    let made = bundle::export(layers, captured.diff_id, &provenance, &path).map_err(internal)?;
     let report = bundle::verify(&path)
         .map_err(|e| Failure::new(Code::BundleInvalid, crate::agent::effects::text(e)))?;
     if report.manifest != made.manifest {
-        return Err(Failure::new(
-            Code::BundleInvalid,
-            "the bundle read back is not the one written",
-        ));
+        let why = "the bundle read back is not the one written";
+        return Err(Failure::new(Code::BundleInvalid, why));
     }
-    let detail = serde_json::json!({ "path": PathText::of(&path), "manifest": made.manifest, "layer": captured.diff_id, "stable": stable });
-    let entry = crate::agent::slot::draft("export", &s, actor, detail);
-    let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
-    host.store.record(&journal, Durability::Full).map_err(internal)?;
-    Ok(MadeBundle { path, digest: made.manifest, layer: Some(captured.diff_id), stable })
+    let (digest, layer) = (made.manifest, Some(captured.diff_id));
+    Ok(MadeBundle { path, digest, layer, stable, generation: s.generation })
 }
 
 /// The newest entries that fit: a manifest has a limit.

@@ -217,6 +217,10 @@ impl Agent {
         wish: CloseSession,
     ) -> Result<SessionView, Failure> {
         let slot = self.slot(id)?;
+        let s = slot.session();
+        if matches!(s.state, State::Fencing | State::Fenced | State::Preserved) {
+            return Err(denied(&s, Code::LeaseLost));
+        }
         let mode = match wish.mode {
             Some(mode) => mode,
             None => {
@@ -244,7 +248,7 @@ impl Agent {
             matches!(
                 inner.session.state,
                 State::Closed | State::Preserved | State::Fenced | State::Quarantined
-            )
+            ) || inner.session.state == State::Deleting && inner.session.trouble.is_some()
         };
         let (s, ok) = slot.wait_for(LONG, over).await;
         if !ok {
@@ -382,7 +386,17 @@ impl Host {
     ) -> Result<(), Failure> {
         let mut inner = slot.lock();
         let before = inner.session.clone();
-        before.readmittable().map_err(|code| denied(&before, code))?;
+        before.readmittable().map_err(|code| match before.facts.has(Fact::Killed) {
+            true => Failure::new(
+                code,
+                format!(
+                    "session {} was ended and has no process to run on: export its bytes, or open a \
+                     new session",
+                    before.id
+                ),
+            ),
+            false => denied(&before, code),
+        })?;
         let ask = Acquire {
             workspace: before.workspace.clone(),
             lease: LeaseId::fresh(),
@@ -454,7 +468,7 @@ pub(super) fn denied(s: &Session, code: Code) -> Failure {
     };
     let next = match code {
         Code::LeaseLost => {
-            " `overfence preserved export` saves its bytes, `overfence readmit` brings it back."
+            " `overfence preserved export` saves its bytes, `preserved discard` gives them up, `readmit` lets a frozen one run on."
         }
         Code::Doubt => " Wait for the authority, or for the deadline.",
         _ => "",

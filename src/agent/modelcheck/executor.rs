@@ -83,7 +83,7 @@ impl Model {
                     return Some(Event::Busy { proof: proof(), holders });
                 }
                 k.read_only = true;
-                Some(Event::ReadOnly { proof: proof() })
+                Some(Event::ReadOnly { proof: proof(), empty: false })
             }
             Effect::ReadWrite => {
                 w.hosts[i].kernel.read_only = false;

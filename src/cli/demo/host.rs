@@ -224,11 +224,14 @@ fn listen() -> std::io::Result<Arc<Mutex<Option<Signal>>>> {
     Ok(noted)
 }
 
-/// Mounts of the host arrive here, none of ours leave.
-fn own_mounts() -> nix::Result<()> {
-    nix::sched::unshare(CloneFlags::CLONE_NEWNS)?;
-    let none = None::<&str>;
-    nix::mount::mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none)
+/// Apart from the host's, in both directions: a production agent's sessions must not be held by
+/// this copy.
+fn own_mounts() -> Result<(), String> {
+    let said = |e: nix::Error| e.to_string();
+    nix::sched::unshare(CloneFlags::CLONE_NEWNS).map_err(said)?;
+    let (none, flags) = (None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE);
+    nix::mount::mount(none, "/", none, flags, none).map_err(said)?;
+    crate::kernel::ns::drop_sessions().map_err(|e| e.to_string())
 }
 
 /// Below the cgroup the demo runs in, so that whatever bounds or ends that reaches the writers.

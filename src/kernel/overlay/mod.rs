@@ -22,6 +22,9 @@ use super::{At as _, Error, Result, clock, mountinfo};
 use crate::failpoint;
 use crate::model::facts::Proof;
 
+/// How the source of every session's overlay begins.
+pub const LABEL: &str = "overfence-";
+
 /// One overlay to mount.
 #[derive(Clone, Debug)]
 pub struct Spec {
@@ -126,7 +129,7 @@ fn count_joined(text: &[u8]) -> usize {
 /// The source we give an overlay, so that it is known again whatever the paths look like from
 /// where it was built: device and inode of its upper, which hold for this boot as the mount does.
 fn label(upper: &Info) -> String {
-    format!("overfence-{:x}-{}", upper.dev, upper.ino)
+    format!("{LABEL}{:x}-{}", upper.dev, upper.ino)
 }
 
 /// The overlay that is mounted at `target` on top of this `upper`, after an agent restart; `None`

@@ -120,7 +120,7 @@ pub(super) fn on_foreign_thaw(s: &mut Session) -> Step {
     }
 }
 
-pub(super) fn on_read_only(s: &mut Session, proof: &Proof) -> Step {
+pub(super) fn on_read_only(s: &mut Session, proof: &Proof, empty: bool) -> Step {
     match s.state {
         State::Fencing | State::Fenced | State::Preserved => {
             s.facts.prove(Fact::ReadOnly, proof.clone());
@@ -137,7 +137,15 @@ pub(super) fn on_read_only(s: &mut Session, proof: &Proof) -> Step {
                         *stage = Stage::Capturing;
                         Step::go([Effect::Capture { key: *key }])
                     }
-                    CloseMode::Keep | CloseMode::Discard => {
+                    // Nothing was written, or nothing is left of it: nothing is to be kept. What
+                    // an earlier checkpoint published stays published.
+                    CloseMode::Keep => {
+                        *stage = Stage::Ending;
+                        let clean = empty && s.own_layer.is_none() && s.facts.has(Fact::Killed);
+                        s.disposition = clean.then_some(Disposition::Clean);
+                        Step::go([Effect::Release])
+                    }
+                    CloseMode::Discard => {
                         *stage = Stage::Ending;
                         Step::go([Effect::Release])
                     }

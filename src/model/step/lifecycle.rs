@@ -23,8 +23,8 @@ pub(super) fn on_opened(s: &mut Session) -> Step {
 pub(super) fn on_open_failed(s: &mut Session, why: &str) -> Step {
     match s.state {
         State::Opening => {
-            s.trouble = Some(why.to_owned());
             let mut step = begin_deleting(s, Disposition::NeverOpened);
+            s.trouble = Some(why.to_owned());
             step.effects.insert(0, Effect::Release);
             step
         }
@@ -63,7 +63,10 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
     s.trouble = Some(text);
     match s.state {
         State::Deleting => {
-            s.tries += 1;
+            // Waiting for the kernel or for somebody's copy of the mount to go is no failure of ours.
+            if what != Effect::ProveGone.name() && what != Effect::Kill.name() {
+                s.tries += 1;
+            }
             if s.tries >= MAX_TRIES {
                 s.state = State::Quarantined;
                 return Step::note();

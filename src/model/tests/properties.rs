@@ -64,7 +64,7 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::Frozen { proof: p() }),
         Just(Event::FreezeLate { blockers: Vec::new() }),
         Just(Event::ForeignThaw { seen: "0".into() }),
-        Just(Event::ReadOnly { proof: p() }),
+        Just(Event::ReadOnly { proof: p(), empty: false }),
         Just(Event::Busy { proof: p(), holders: Vec::new() }),
         Just(Event::ReadOnlyLost { seen: "rw".into() }),
         Just(Event::Writable { proof: p() }),
@@ -122,7 +122,7 @@ fn policies() -> impl Strategy<Value = Policy> {
 fn numbered(mut event: Event, n: u64) -> Event {
     match &mut event {
         Event::Frozen { proof: p }
-        | Event::ReadOnly { proof: p }
+        | Event::ReadOnly { proof: p, .. }
         | Event::Busy { proof: p, .. }
         | Event::Writable { proof: p }
         | Event::Thawed { proof: p }
@@ -151,7 +151,7 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
         }
         let proved = match (s.event, fact) {
             (Event::Frozen { proof }, Fact::Frozen)
-            | (Event::ReadOnly { proof }, Fact::ReadOnly)
+            | (Event::ReadOnly { proof, .. }, Fact::ReadOnly)
             | (Event::Killed { proof }, Fact::Killed | Fact::Frozen)
             | (Event::Gone { proof }, Fact::Gone) => new == Some(proof),
             (Event::Recovered(found), _) => found.boot != s.before.boot,

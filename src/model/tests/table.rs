@@ -51,7 +51,7 @@ fn thawed() -> Event {
 }
 
 fn read_only() -> Event {
-    Event::ReadOnly { proof: proof(2) }
+    Event::ReadOnly { proof: proof(2), empty: false }
 }
 
 fn busy() -> Event {
@@ -430,4 +430,21 @@ fn grace_counts_witnessed_time_and_waits_for_keep_and_unknown() {
     s.unknown.clear();
     then(&mut s, sweep(true), State::Deleting, &[Effect::Kill]);
     assert_eq!(s.disposition, Some(Disposition::Grace));
+}
+
+#[test]
+fn a_close_that_would_keep_nothing_is_clean() {
+    for (empty, published, wanted) in [
+        (true, false, State::Deleting),
+        (false, false, State::Preserved),
+        (true, true, State::Preserved),
+    ] {
+        let mut s = session(State::Active);
+        s.own_layer = published.then(|| layer(4));
+        close(&mut s, CloseMode::Keep);
+        let read_only = Event::ReadOnly { proof: proof(2), empty };
+        then(&mut s, read_only, State::Releasing, &[Effect::Release]);
+        step(&mut s, &Event::Released);
+        assert_eq!(s.state, wanted, "empty {empty}, published {published}");
+    }
 }

@@ -98,7 +98,12 @@ impl Host {
     /// A freeze that `apply` could not prove at once.
     fn freeze(&self, slot: &Slot, s: &Session) -> Answered {
         let cgroup = self.cgroup(slot)?;
-        Ok(vec![match cgroup.freeze(s.policy.freeze_deadline).map_err(text)? {
+        let answer = cgroup.freeze(s.policy.freeze_deadline).map_err(|fault| {
+            // Somebody removed it: the next try makes it again.
+            slot.lock().cgroup = None;
+            text(fault)
+        })?;
+        Ok(vec![match answer {
             Outcome::Proved(proof) => Event::Frozen { proof },
             Outcome::Late(blockers) => Event::FreezeLate { blockers },
         }])

@@ -112,6 +112,7 @@ impl Host {
         let clock = LeaseClock::granted(sent, wish.ttl, session.ends);
         let dirs = remove::SessionDirs::of(&self.paths.sessions, id);
         let slot = Slot::new(session, clock, dirs, true);
+        slot.lock().building = true;
         self.adopt(&slot);
         let built = self
             .store
@@ -120,6 +121,8 @@ impl Host {
             .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))
             .and_then(|()| self.fence_predecessors(&slot, &wish))
             .and_then(|()| self.build(&slot, &acquired.at));
+        // From here on a rollback finds all there is, and nothing is made behind its back.
+        slot.lock().building = false;
         match built {
             Ok(ticket) => {
                 self.apply(&slot, Event::Opened, &by.to_string());
@@ -128,6 +131,9 @@ impl Host {
                 if !durable {
                     let why = format!("the record of session {} could not be written", s.id);
                     return Err(Failure::new(Code::AuthorityUnavailable, why));
+                }
+                if s.state != State::Active {
+                    return Err(super::handle::denied(&s, Code::LeaseLost));
                 }
                 Ok(Made { slot, token, ticket, predecessor: acquired.predecessor })
             }
@@ -219,7 +225,10 @@ impl Host {
         let former: Vec<_> = self
             .slots()
             .into_iter()
-            .filter(|other| other.id != slot.id && other.session().workspace == own.workspace)
+            .filter(|other| {
+                let other = other.session();
+                other.workspace == own.workspace && other.generation < own.generation
+            })
             .collect();
         for other in &former {
             let loss = Loss::Superseded {

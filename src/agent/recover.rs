@@ -106,7 +106,11 @@ impl Host {
                 "the authority answers generation {found}, but {seen} was seen on this host"
             );
             tracing::error!(OVERFENCE_WORKSPACE = %workspace, "HOLD: {why}");
-            self.authority.hold(&workspace, &why).map_err(text)?;
+            // A record that does not even verify cannot be marked; every verb on it is refused as it
+            // is. The other workspaces go on.
+            if let Err(fault) = self.authority.hold(&workspace, &why) {
+                tracing::error!(OVERFENCE_WORKSPACE = %workspace, "{}", text(fault));
+            }
         }
         Ok(())
     }

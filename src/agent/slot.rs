@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
+use super::effects::text;
 use super::host::Host;
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome, Stamp};
@@ -54,6 +55,8 @@ pub struct Inner {
     pub cgroup: Option<Arc<Cgroup>>,
     /// The overlay's root; holds it busy.
     pub mounted: Option<Arc<Mounted>>,
+    /// Directory, cgroup and mount are being made: effects wait until that has ended.
+    pub building: bool,
     /// Device of the overlay's superblock, known also after it was unmounted here.
     pub s_dev: Option<u64>,
     /// Answers to publications, until their askers took them.
@@ -172,6 +175,7 @@ impl Slot {
                 cgroup: None,
                 mounted: None,
                 s_dev: None,
+                building: false,
                 answers: BTreeMap::new(),
                 frozen_at: None,
                 frozen_for: Duration::ZERO,
@@ -313,25 +317,33 @@ impl Host {
 
     /// Stamps, writes the wish and asks for the proof for a moment. `None`: not proved yet, or
     /// the kernel could not be asked; the worker goes on.
-    fn freeze_now(&self, inner: &Inner, purpose: Purpose) -> Option<Proof> {
-        let cgroup = inner.cgroup.as_ref()?;
+    fn freeze_now(&self, inner: &mut Inner, purpose: Purpose) -> Option<Proof> {
+        let cgroup = inner.cgroup.clone()?;
         failpoint::hit("effect.freeze.before");
         let stamp = Stamp { purpose, generation: inner.session.generation };
-        // A checkpoint's freeze never takes the place of one that only a new generation lifts.
-        let kept = purpose == Purpose::Checkpoint
-            && matches!(cgroup.read_stamp(), Ok(Some(s)) if s.generation == stamp.generation);
-        // Without its stamp a freeze would be taken for a foreign one, but it is done anyhow:
-        // stopping the writer comes first.
-        if !kept && let Err(fault) = cgroup.stamp(&stamp) {
-            tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{fault}");
-        }
-        let answer = cgroup.freeze(INLINE_FREEZE);
+        let answer = match stamp_and_freeze(&cgroup, &stamp) {
+            // Somebody removed it, and perhaps made another one in its place: that one is meant.
+            Err(fault) => {
+                tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{}; opening it anew", text(fault));
+                inner.cgroup = None;
+                Cgroup::open(cgroup.path()).and_then(|found| match found {
+                    Some(new) => {
+                        let answer = stamp_and_freeze(&new, &stamp);
+                        inner.cgroup = Some(Arc::new(new));
+                        answer
+                    }
+                    // The worker makes it again.
+                    None => Ok(Outcome::Late(vec![])),
+                })
+            }
+            answer => answer,
+        };
         failpoint::hit("effect.freeze.after");
         match answer {
             Ok(Outcome::Proved(proof)) => Some(proof),
             Ok(Outcome::Late(_)) => None,
             Err(fault) => {
-                tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{fault}");
+                tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{}", text(fault));
                 None
             }
         }
@@ -341,7 +353,7 @@ impl Host {
     pub fn wake_worker(self: &Arc<Self>, slot: &Arc<Slot>, inner: &mut Inner) {
         let idle = inner.queue.is_empty() && inner.drafts.is_empty();
         let same = inner.stored.as_ref() == Some(&inner.session);
-        if inner.working || (idle && same) {
+        if inner.working || inner.building || (idle && same) {
             return;
         }
         inner.working = true;
@@ -393,6 +405,18 @@ impl Host {
             }
         }
     }
+}
+
+fn stamp_and_freeze(cgroup: &Cgroup, stamp: &Stamp) -> crate::kernel::Result<Outcome> {
+    // A checkpoint's freeze never takes the place of one that only a new generation lifts.
+    let kept = stamp.purpose == Purpose::Checkpoint
+        && matches!(cgroup.read_stamp(), Ok(Some(s)) if s.generation == stamp.generation);
+    // Without its stamp a freeze would be taken for a foreign one, but it is done anyhow: stopping
+    // the writer comes first.
+    if !kept && let Err(fault) = cgroup.stamp(stamp) {
+        tracing::error!("{}", text(fault));
+    }
+    cgroup.freeze(INLINE_FREEZE)
 }
 
 /// An evidence entry about a session.

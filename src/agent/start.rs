@@ -115,7 +115,13 @@ fn prepare(
     ] {
         make(dir, mode)?;
     }
-    overlay::preflight(&paths.sessions, &[])?;
+    match overlay::preflight(&paths.sessions, &[]) {
+        // A full disk is no reason to leave the sessions that run without an agent.
+        Err(fault) if fault.errno() == Some(rustix::io::Errno::NOSPC) => {
+            tracing::error!("no session can be opened: {}", text(fault));
+        }
+        answer => answer?,
+    }
     // Before any session is mounted, so that the cell never holds one.
     ns::make_cell(&paths.cell, &paths.sessions)?;
     let parts = Parts {

@@ -310,7 +310,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ));
     }
     for holder in &session.holders {
-        text.push_str(&format!("held by {holder}\n"));
+        text.push_str(&format!("held by {}\n", table::clean(&holder.to_string())));
     }
     for blocker in &session.blockers {
         text.push_str(&format!(

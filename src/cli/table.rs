@@ -16,7 +16,7 @@ pub(super) fn rows<const N: usize>(
     let mut empty = true;
     for row in rows {
         empty = false;
-        table.add_row(row);
+        table.add_row(row.map(|cell| clean(&cell)));
     }
     if empty { String::new() } else { plain(&table) }
 }
@@ -27,10 +27,23 @@ pub(super) fn facts<'n>(rows: impl IntoIterator<Item = (&'n str, Option<String>)
     table.load_style(NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     for (name, value) in rows {
         if let Some(value) = value.filter(|value| !value.is_empty()) {
-            table.add_row([name, &value]);
+            table.add_row([name, &clean(&value)]);
         }
     }
     plain(&table)
+}
+
+/// What a workload or a caller named may hold anything: control characters do not reach a terminal,
+/// and no name makes a line of its own.
+pub(super) fn clean(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control() {
+            true => shown.extend(c.escape_default()),
+            false => shown.push(c),
+        }
+    }
+    shown
 }
 
 fn plain(table: &Table) -> String {

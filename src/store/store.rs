@@ -218,12 +218,24 @@ impl Store {
     }
 }
 
+/// How long the former agent may take to be gone.
+const LOCK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
+
 fn take_lock(path: &Path) -> Result<File, Error> {
     files::touch_private(path)?;
     let file = File::options().write(true).open(path).map_err(Error::io("open", path))?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Locked { path: path.to_owned() }),
-        Err(errno) => Err(Error::io("lock", path)(errno.into())),
+    // A killed agent's lock goes with its last thread, which may take a moment.
+    let until = std::time::Instant::now() + LOCK_PATIENCE;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(rustix::io::Errno::WOULDBLOCK) if std::time::Instant::now() < until => {
+                std::thread::sleep(LOCK_PATIENCE / 40);
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(Error::Locked { path: path.to_owned() });
+            }
+            Err(errno) => return Err(Error::io("lock", path)(errno.into())),
+        }
     }
 }

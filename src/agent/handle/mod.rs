@@ -5,6 +5,8 @@ mod preserved;
 mod sessions;
 mod workspaces;
 
+pub(super) use sessions::denied;
+
 use std::sync::Arc;
 use std::time::Duration;
 

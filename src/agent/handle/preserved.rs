@@ -4,8 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::sessions::denied;
-use super::{Agent, PATIENCE, actor, internal};
+use super::{Agent, PATIENCE, actor, denied, internal};
 use crate::agent::effects::capture_upper;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;

@@ -460,7 +460,7 @@ fn taken(slot: &Slot, applied: Applied) -> Result<(), Failure> {
 }
 
 /// A refusal by the session's own state, with what is known of it.
-pub(super) fn denied(s: &Session, code: Code) -> Failure {
+pub(in crate::agent) fn denied(s: &Session, code: Code) -> Failure {
     let why = match (&s.loss, &s.doubt) {
         (Some(loss), _) => format!(" {loss}."),
         (None, Some(doubt)) => format!(" {doubt}."),

@@ -4,6 +4,12 @@ use super::*;
 
 /// The lease is lost. The freeze comes first, ahead of every record and of the authority.
 pub(super) fn lose(s: &mut Session, loss: Loss, revoke: bool) -> Step {
+    // Only a newer generation supersedes; a takeover that lost the race says nothing about this one.
+    if let Loss::Superseded { generation, code: Code::StaleGeneration, .. } = &loss
+        && *generation <= s.generation
+    {
+        return Step::quiet([]);
+    }
     match s.state {
         State::Active | State::Releasing => {
             s.state = State::Fencing;
@@ -194,7 +200,7 @@ pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Ste
 }
 
 /// After freeze and read-only gave their answers: is anything left for policy to do?
-fn settle(s: &mut Session) -> Step {
+pub(super) fn settle(s: &mut Session) -> Step {
     let killed = s.facts.has(Fact::Killed);
     // The close had published everything after the last process ended; only the lease was lost
     // before it could be given back.
@@ -249,6 +255,10 @@ pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
 /// Pending things are tried again; nothing here is worth a record until its answer comes.
 pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
     match s.state {
+        // No kill from a freeze that is not proved.
+        State::Fencing if s.policy.fence_to == Fact::Killed && s.facts.has(Fact::Frozen) => {
+            Step::go([Effect::Kill])
+        }
         State::Fencing => Step::quiet([FENCE]),
         State::Fenced | State::Preserved => {
             let killed = s.facts.has(Fact::Killed);

@@ -85,6 +85,10 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
             }
             Some(Work::Close { .. }) | None => {}
         },
+        // It stands frozen, and the kernel will not make it read-only: as far as it goes.
+        State::Fencing if what == Effect::ReadOnly.name() && s.facts.has(Fact::Frozen) => {
+            return super::fence::settle(s);
+        }
         State::Opening
         | State::Releasing
         | State::Fencing

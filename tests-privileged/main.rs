@@ -15,6 +15,7 @@ mod keeper;
 mod kernel_facts;
 mod leases;
 mod main_job;
+mod races;
 mod restart;
 mod rig;
 mod room;
@@ -28,6 +29,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
+        ("races", races::tests()),
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),

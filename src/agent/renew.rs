@@ -120,6 +120,10 @@ fn granted(host: &Arc<Host>, slot: &Arc<Slot>, lease: &Lease, sent: BootNs) {
 }
 
 fn lost(host: &Arc<Host>, slot: &Arc<Slot>, refusal: Refusal) {
+    // A close of ours gave it back while the renewal was on its way.
+    if refusal.code == Code::LeaseReleased && slot.session().state == State::Releasing {
+        return;
+    }
     let (generation, owner) = match &refusal.current {
         Some(current) => (current.generation, current.owner.clone()),
         None => (slot.session().generation, None),

@@ -28,7 +28,9 @@ mod workload;
 use host::Place;
 
 /// A part: its name, and what it does.
-const PARTS: [(&str, fn(&Place)); 4] = [
+type Part = (&'static str, fn(&Place));
+
+const PARTS: [Part; 4] = [
     ("fence", fence::run),
     ("open", open::run),
     ("workload", workload::run),
@@ -50,9 +52,8 @@ fn main() {
         rustix::process::geteuid().is_root(),
         "this mounts and freezes: run `make bench` as root"
     );
-    for wrong in args.iter().filter(|a| PARTS.iter().all(|(part, _)| part != a)) {
-        panic!("there is no part {wrong:?}; there are {:?}", PARTS.map(|(part, _)| part));
-    }
+    let wrong = args.iter().find(|a| PARTS.iter().all(|(part, _)| part != a));
+    assert!(wrong.is_none(), "no part {wrong:?}; there are {:?}", PARTS.map(|(part, _)| part));
     figures::machine();
     let failed: Vec<_> = PARTS
         .iter()

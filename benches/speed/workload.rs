@@ -71,7 +71,7 @@ pub fn files(dir: &Path) {
     let usage = getrusage(UsageWho::RUSAGE_SELF).unwrap();
     let cpu = [usage.user_time(), usage.system_time()]
         .iter()
-        .map(|t| t.tv_sec() * 1_000_000 + i64::from(t.tv_usec()))
+        .map(|t| t.tv_sec() * 1_000_000 + t.tv_usec())
         .sum::<i64>();
     println!("{} {} {cpu}", small.as_micros(), begun.elapsed().as_micros());
 }
@@ -113,7 +113,7 @@ pub fn run(place: &Place) {
     let title = format!(
         "workload in a session beside a bare overlay: {FILES} files of {SMALL} B written, read, \
          unlinked; {} MiB written, read",
-        BLOCKS * BLOCK >> 20
+        (BLOCKS * BLOCK) >> 20
     );
     heading(&title);
     let mut pairs = Vec::new();

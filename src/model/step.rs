@@ -377,7 +377,8 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         Event::OpenFailed { why } => on_open_failed(s, why),
         Event::Recovered(found) => recover(s, found),
         Event::Renewed => {
-            if s.doubt.take().is_some() {
+            // One that comes after the end ends no doubt any more.
+            if s.holds_lease() && s.doubt.take().is_some() {
                 Step::go([Effect::Show])
             } else {
                 Step::quiet([])

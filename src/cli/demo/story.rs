@@ -1,5 +1,5 @@
 //! The first half of the story: three writers, of whom two fall silent and are stopped. The second
-//! half is [`takeover`](super::takeover).
+//! half is [`super::takeover`].
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

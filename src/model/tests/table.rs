@@ -448,3 +448,10 @@ fn a_close_that_would_keep_nothing_is_clean() {
         assert_eq!(s.state, wanted, "empty {empty}, published {published}");
     }
 }
+
+#[test]
+fn a_late_renewal_shows_nothing_of_a_closed_session() {
+    let mut s = session(State::Closed);
+    s.doubt = Some("the authority was silent".into());
+    then(&mut s, Event::Renewed, State::Closed, &[]);
+}

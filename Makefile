@@ -13,6 +13,8 @@ PREFIX ?= /usr/local
 FUZZ_SECONDS ?= 60
 # Tests measure times on real freezes: as many at once as a small host bears.
 TEST_THREADS ?= 2
+# Property tests draw from this seed, so that a run can be repeated; give another one to draw others.
+export PROPTEST_RNG_SEED ?= 20261129
 RELEASE := $(or $(CARGO_TARGET_DIR),target)/release/overfence
 
 .PHONY: help demo test bench fuzz check fmt clippy doc named-tests deny build install

@@ -99,10 +99,16 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
             host.deadlines.passed(now).into_iter().filter_map(|id| host.slot(id)).collect();
         // The wish is written for all of them first, then each is asked for its proof.
         let due: Vec<_> = due.into_iter().filter_map(|slot| stop(host, &slot, now)).collect();
-        for (slot, deadline, loss) in due {
+        for (slot, deadline, loss) in &due {
             let revoke = !matches!(loss, Loss::Doubt { .. });
-            host.apply(&slot, Event::LeaseLost { loss, revoke }, "agent");
-            host.metrics.fenced_after(&slot.lock().session, deadline);
+            let event = Event::LeaseLost { loss: loss.clone(), revoke };
+            let mut inner = slot.lock();
+            host.apply_locked(&mut inner, event, "agent");
+            host.metrics.fenced_after(&inner.session, *deadline);
+        }
+        // Only once all of them stand still: hundreds of workers would compete with the freezes.
+        for (slot, ..) in &due {
+            host.wake(slot);
         }
     }
     Ok(())

@@ -248,12 +248,15 @@ pub enum Applied {
 impl Host {
     /// Feeds an event to a session: step, freeze at once if that follows, queue the rest.
     pub fn apply(self: &Arc<Self>, slot: &Arc<Slot>, event: Event, actor: &str) -> Applied {
-        let mut inner = slot.lock();
-        let applied = self.apply_locked(&mut inner, event, actor);
-        self.wake_worker(slot, &mut inner);
-        drop(inner);
-        slot.notify();
+        let applied = self.apply_locked(&mut slot.lock(), event, actor);
+        self.wake(slot);
         applied
+    }
+
+    /// Has a session's worker do what was queued, and tells those who wait.
+    pub fn wake(self: &Arc<Self>, slot: &Arc<Slot>) {
+        self.wake_worker(slot, &mut slot.lock());
+        slot.notify();
     }
 
     /// [`Host::apply`] for a caller that holds the lock and wakes the worker itself.

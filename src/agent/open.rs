@@ -120,7 +120,8 @@ impl Host {
             .raise(&wish.workspace, acquired.lease.generation)
             .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))
             .and_then(|()| self.fence_predecessors(&slot, &wish))
-            .and_then(|()| self.build(&slot, &acquired.at));
+            .and_then(|()| self.build(&slot, &acquired.at))
+            .and_then(|ticket| self.still_newest(&slot).map(|()| ticket));
         // From here on a rollback finds all there is, and nothing is made behind its back.
         slot.lock().building = false;
         match built {
@@ -277,6 +278,20 @@ impl Host {
             Ok(())
         };
         self.runtime.block_on(wait)
+    }
+
+    /// A takeover that came between our acquisition and our being known here did not see us to
+    /// fence us: whoever is not the newest any more does not start.
+    fn still_newest(&self, slot: &Slot) -> Result<(), Failure> {
+        let own = slot.session();
+        let known = self
+            .authority
+            .get(&own.workspace)
+            .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))?;
+        match known {
+            Some(w) if w.generation == own.generation => Ok(()),
+            Some(_) | None => Err(super::handle::denied(&own, Code::StaleGeneration)),
+        }
     }
 
     /// Directories, keeper's entry, cgroup, overlay, ticket: in this order, so that nothing can be

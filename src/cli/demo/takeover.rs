@@ -149,6 +149,12 @@ fn refused(
 }
 
 fn held(place: &Place, step: &mut Step, c: &Session) -> Result<(), String> {
+    // Its lease began a little after A's; on a quick machine it has not run out yet.
+    let operator = place.operator();
+    place.until("C's lease is lost and its holder is named", SOON, || {
+        let view = operator.must(&["session", "inspect", &c.id])?.json;
+        Ok(text(&view, "/state") == "PRESERVED")
+    })?;
     let view = must(place, step, &["session", "inspect", &c.id])?;
     let listing = must(place, step, &["evidence", "show", "--session", &c.id])?;
     let busy = events(&listing, "busy");

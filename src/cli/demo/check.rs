@@ -125,6 +125,13 @@ pub(super) fn stop_all(cgroup: &Path) -> Result<(), String> {
 
 /// The foreign administrator continues and thaws it.
 pub(super) fn thaw(cgroup: &Path) -> Result<(), String> {
+    // It is to run for a moment before the agent stops it again, also on a busy machine.
+    let pids = fs::read_to_string(cgroup.join("cgroup.procs")).unwrap_or_default();
+    for pid in pids.lines().filter_map(|pid| pid.parse().ok()) {
+        let pid = rustix::process::Pid::from_raw(pid);
+        // One that ended meanwhile needs no priority.
+        let _ = rustix::process::setpriority_process(pid, -20);
+    }
     signal_all(cgroup, Signal::SIGCONT)?;
     fs::write(cgroup.join("cgroup.freeze"), "0").map_err(|e| format!("cgroup.freeze: {e}"))
 }

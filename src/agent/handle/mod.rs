@@ -158,6 +158,11 @@ fn internal<E: std::error::Error>(fault: E) -> Failure {
     Failure::new(Code::Internal, text(fault))
 }
 
+/// A failure of the room of uppers, with its stable code.
+fn of_upper(fault: crate::upper::Error) -> Failure {
+    Failure::new(fault.code(), text(fault))
+}
+
 fn unavailable<E: std::error::Error>(fault: E) -> Failure {
     Failure::new(Code::AuthorityUnavailable, text(fault))
 }

@@ -182,8 +182,13 @@ pub(super) fn create(
         let dir = Dir::open(&path)
             .map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
         let captured =
-            layer::capture(Source::Directory(dir.as_fd()), Writers::Running, &host.layers)
-                .map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
+            layer::capture(Source::Directory(dir.as_fd()), Writers::Running, &host.layers, &|| {
+                host.stopping()
+            })
+            .map_err(|e| match e.code() {
+                Code::Internal => Failure::new(Code::UpperRefused, crate::agent::effects::text(e)),
+                _ => super::of_upper(e),
+            })?;
         layers.push(captured.diff_id);
     }
     let new =

@@ -246,7 +246,7 @@ fn sockets_are_skipped_and_counted() {
 #[test]
 fn a_tree_deeper_than_path_max_goes_through() {
     let case = case();
-    super::remove::tests::deepen(&case.source, 10_000, "dddd");
+    super::remove::tests::deepen(&case.source, 10_000, "d");
     let first = capture_dir(&case.source, &case.store).unwrap();
     assert_eq!(first.entries, 10_002);
     assert_eq!(super::size::size(&case.source).unwrap().1, 10_001);

@@ -441,8 +441,7 @@ impl Host {
         };
         inner.lease = LeaseClock::granted(sent, inner.session.ttl, inner.session.ends);
         self.store
-            .marks()
-            .raise(&inner.session.workspace, acquired.lease.generation)
+            .raise_mark(&inner.session.workspace, acquired.lease.generation)
             .map_err(unavailable)?;
         self.refresh_deadline(&inner);
         self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))?;

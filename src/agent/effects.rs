@@ -273,6 +273,10 @@ impl Host {
         let stop = || self.stopping() || slot.lock().session.state != s.state;
         let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
         slot.lock().capture_code = captured.as_ref().err().map(crate::upper::Error::code);
+        if matches!(captured, Err(crate::upper::Error::Stopped)) {
+            // What stopped it has its own effects; nobody waits for this one.
+            return Ok(vec![]);
+        }
         let captured = captured.map_err(text)?;
         let captured = Event::Captured { key, layer: captured.map(|c| c.diff_id) };
         let (cgroup, mounted) = {

@@ -52,9 +52,10 @@ fn filler(opened: &Value) -> Child {
         .unwrap()
 }
 
+/// What a writer finds free; ext4 keeps some for itself.
 fn free(at: &Path) -> u64 {
     let stat = rustix::fs::statvfs(at).unwrap();
-    stat.f_bfree * stat.f_frsize
+    stat.f_bavail * stat.f_frsize
 }
 
 fn wait(what: &str, limit: u64, mut fits: impl FnMut() -> bool) {

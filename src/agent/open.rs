@@ -103,8 +103,8 @@ impl Wish {
 }
 
 impl Host {
-    /// What is begun on a full disk fails half way and takes the room that stopping others needs.
-    fn refuse_when_short(&self) -> Result<(), Failure> {
+    /// Refuses on a full disk: what is begun there fails half way and takes the room that stopping others needs.
+    pub fn refuse_when_short(&self) -> Result<(), Failure> {
         let space = self.store.reserve().space();
         if !space.short() {
             return Ok(());

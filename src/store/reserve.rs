@@ -10,7 +10,8 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::io::Errno;
 
 use super::error::Error;
 use crate::failpoint;
@@ -29,14 +30,16 @@ pub struct Space {
     pub free: u64,
     /// Bytes held back now.
     pub held: u64,
-    /// Bytes to hold back; 0 when that is switched off.
+    /// Bytes to hold back; 0 when that is switched off, or the file system cannot.
     pub wanted: u64,
+    /// Whether a write of some length finds room.
+    pub room: bool,
 }
 
 impl Space {
     /// Nothing new is to be begun: there is next to no room, or the reserve is in use.
     pub fn short(self) -> bool {
-        self.free < LOW || self.held < self.wanted
+        !self.room || self.held < self.wanted
     }
 }
 
@@ -44,7 +47,6 @@ impl Space {
 #[derive(Debug)]
 pub struct Reserve {
     path: PathBuf,
-    wanted: u64,
     held: Mutex<Held>,
 }
 
@@ -52,6 +54,7 @@ pub struct Reserve {
 struct Held {
     file: Option<File>,
     bytes: u64,
+    wanted: u64,
 }
 
 impl Reserve {
@@ -68,7 +71,7 @@ impl Reserve {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
                     Err(Error::io("remove", path)(e))
                 }
-                _ => Ok(Self { path, wanted, held: Mutex::new(Held { file: None, bytes: 0 }) }),
+                _ => Ok(Self { path, held: Mutex::new(Held { file: None, bytes: 0, wanted }) }),
             };
         }
         let opened = OpenOptions::new()
@@ -88,12 +91,12 @@ impl Reserve {
             Some(file) => stat(file).map(|meta| meta.len().min(meta.blocks() * 512))?,
             None => 0,
         };
-        let held = Mutex::new(Held { file, bytes: bytes.min(wanted) });
-        let reserve = Self { path, wanted, held };
-        if reserve.free().is_some_and(|free| free < LOW) {
-            reserve.give();
-        } else {
+        let held = Mutex::new(Held { file, bytes: bytes.min(wanted), wanted });
+        let reserve = Self { path, held };
+        if reserve.has_room() {
             reserve.fill(0);
+        } else {
+            reserve.give();
         }
         Ok(reserve)
     }
@@ -102,15 +105,34 @@ impl Reserve {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn state(&self) -> &Path {
+        self.path.parent().unwrap_or(Path::new("/"))
+    }
+
     fn free(&self) -> Option<u64> {
-        let stat = rustix::fs::statvfs(self.path.parent()?).ok()?;
+        let stat = rustix::fs::statvfs(self.state()).ok()?;
         Some(stat.f_bfree.saturating_mul(stat.f_frsize))
+    }
+
+    /// Whether a write of some length finds room. The numbers say so where there is plenty; else only
+    /// a try does: what ext4 keeps for itself counts as free, and what it keeps for root does not.
+    fn has_room(&self) -> bool {
+        match rustix::fs::statvfs(self.state()) {
+            Ok(stat) if stat.f_bavail.saturating_mul(stat.f_frsize) >= LOW => return true,
+            Ok(_) => {}
+            Err(_) => return true,
+        }
+        let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+        let tried = rustix::fs::open(self.state(), flags, Mode::from_raw_mode(0o600))
+            .and_then(|file| rustix::fs::fallocate(file, FallocateFlags::empty(), 0, LOW));
+        !matches!(tried, Err(Errno::NOSPC | Errno::DQUOT))
     }
 
     /// How much room there is. A file system that does not answer counts as one with room.
     pub fn space(&self) -> Space {
-        let free = self.free().unwrap_or(u64::MAX);
-        Space { free, held: self.lock().bytes, wanted: self.wanted }
+        let (free, room) = (self.free().unwrap_or(u64::MAX), self.has_room());
+        let held = self.lock();
+        Space { free, held: held.bytes, wanted: held.wanted, room }
     }
 
     /// After a write that failed: if that was for want of room and a piece could be given back,
@@ -121,7 +143,8 @@ impl Reserve {
             Error::Sql { source, .. } => {
                 source.sqlite_error_code() == Some(rusqlite::ErrorCode::DiskFull)
             }
-            Error::RolledBack { .. } => self.free().is_some_and(|free| free < LOW),
+            // SQLite does so when the disk is full; what else does it stays broken.
+            Error::RolledBack { .. } => true,
             _ => false,
         };
         full && self.give()
@@ -130,7 +153,7 @@ impl Reserve {
     /// Gives a piece back. False if nothing is held.
     fn give(&self) -> bool {
         let mut held = self.lock();
-        let left = held.bytes.saturating_sub((self.wanted / PIECES).max(LOW));
+        let left = held.bytes.saturating_sub((held.wanted / PIECES).max(LOW));
         let Some(file) = held.file.as_ref().filter(|_| held.bytes > 0) else { return false };
         failpoint::hit("store.reserve.before");
         if let Err(fault) = file.set_len(left) {
@@ -143,7 +166,7 @@ impl Reserve {
              nothing new is begun until there is room",
             self.path.display(),
             left,
-            self.wanted
+            held.wanted
         );
         held.bytes = left;
         true
@@ -151,15 +174,19 @@ impl Reserve {
 
     /// Makes the reserve whole again once there is plenty of room.
     pub fn refill(&self) {
-        if self.lock().bytes < self.wanted {
-            self.fill(self.wanted.saturating_mul(2));
+        let (bytes, wanted) = {
+            let held = self.lock();
+            (held.bytes, held.wanted)
+        };
+        if bytes < wanted {
+            self.fill(wanted.saturating_mul(2));
         }
     }
 
     /// Takes what is missing, if as much more as `spare` stays free.
     fn fill(&self, spare: u64) {
         let mut held = self.lock();
-        let missing = self.wanted.saturating_sub(held.bytes);
+        let (wanted, missing) = (held.wanted, held.wanted.saturating_sub(held.bytes));
         let room = self.free().is_none_or(|free| free >= missing.saturating_add(spare));
         if missing == 0 || !room {
             return;
@@ -169,10 +196,14 @@ impl Reserve {
             held.file = made.ok();
         }
         let Some(file) = &held.file else { return };
-        match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, self.wanted) {
+        match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, wanted) {
             Ok(()) => {
-                held.bytes = self.wanted;
-                tracing::info!("{} holds {} bytes back", self.path.display(), self.wanted);
+                held.bytes = wanted;
+                tracing::info!("{} holds {wanted} bytes back", self.path.display());
+            }
+            Err(fault @ (Errno::OPNOTSUPP | Errno::NOSYS)) => {
+                tracing::warn!("this file system cannot hold room back: {fault}");
+                held.wanted = 0;
             }
             Err(fault) => {
                 tracing::warn!("nothing can be held back in {}: {fault}", self.path.display());

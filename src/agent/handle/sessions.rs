@@ -35,6 +35,7 @@ impl Agent {
         let by = by.clone();
         let made = self
             .blocking(move |host| {
+                host.refuse_when_short()?;
                 if let Some(create) = wish.create.clone() {
                     match workspaces::create(host, &by, create) {
                         Err(f) if f.code != Code::WorkspaceExists => return Err(f),

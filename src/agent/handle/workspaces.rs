@@ -167,6 +167,7 @@ pub(super) fn create(
     wish: CreateWorkspace,
 ) -> Result<Workspace, Failure> {
     let bad = |e: &dyn std::fmt::Display| Failure::new(Code::BadRequest, e.to_string());
+    host.refuse_when_short()?;
     let id = workspace_id(&wish.id)?;
     let owner = wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?;
     if host.authority.get(&id).map_err(unavailable)?.is_some_and(|w| !w.deleted) {

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::host::Host;
+use super::host::{Host, SessionSocket};
 use super::slot::{Slot, draft};
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome};
@@ -66,6 +66,7 @@ impl Host {
             Effect::Capture { key } => self.capture(slot, s, *key),
             Effect::Publish { key, layer } => self.publish(s, *key, *layer),
             Effect::Resolve { key, .. } => self.resolve(s, *key),
+            Effect::Releasing => self.releasing(s),
             Effect::Release => self.release(s),
             Effect::ProveGone => self.prove_gone(slot),
             Effect::Remove => self.remove(slot, s),
@@ -113,10 +114,12 @@ impl Host {
     /// slot's lock: a lease that is lost meanwhile freezes after this and not before it.
     fn thaw(&self, slot: &Arc<Slot>) -> Answered {
         let cgroup = self.cgroup(slot)?;
-        let inner = slot.lock();
+        let mut inner = slot.lock();
         if !inner.session.holds_lease() {
             return Ok(vec![]);
         }
+        // Its holder could not speak until now.
+        self.vouch(&mut inner, clock::now());
         let state = cgroup.state().map_err(text)?;
         if !state.freeze {
             let (asked, answer) = ("cgroup.freeze".to_owned(), state.to_string());
@@ -251,6 +254,16 @@ impl Host {
         self.authority
             .end(&s.workspace, s.lease, s.generation, state, why, Box::new(rider))
             .map_err(text)
+    }
+
+    /// For others to see; the close goes on whatever is answered.
+    fn releasing(&self, s: &Session) -> Answered {
+        match self.authority.releasing(&s.workspace, s.lease, s.generation) {
+            Ok(Ok(())) => {}
+            Ok(Err(refusal)) => tracing::info!(OVERFENCE_SESSION = %s.id, "{refusal}"),
+            Err(fault) => tracing::warn!(OVERFENCE_SESSION = %s.id, "{}", text(fault)),
+        }
+        Ok(vec![])
     }
 
     fn release(&self, s: &Session) -> Answered {
@@ -411,6 +424,7 @@ impl Host {
             }
         }
         super::show::remove(&self.paths, s.id).map_err(text)?;
+        let _ = self.sockets.send(SessionSocket::Gone { session: s.id });
         Ok(vec![Event::Removed { bytes: removed.bytes, entries: removed.entries }])
     }
 }

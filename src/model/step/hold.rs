@@ -32,7 +32,9 @@ pub(super) fn on_close_asked(s: &mut Session, mode: CloseMode, key: PublicationK
     s.state = State::Releasing;
     s.trouble = None;
     s.work = Some(Work::Close { mode, key, stage: Stage::Stopping });
-    Step::go([Effect::Kill])
+    // A capture can take long: others are to see why nobody writes any more.
+    let told = (mode == CloseMode::Checkpoint).then_some(Effect::Releasing);
+    Step::go(told.into_iter().chain([Effect::Kill]))
 }
 
 pub(super) fn on_captured(
@@ -243,8 +245,7 @@ pub(super) fn on_readmitted(
     s.trouble = None;
     s.busy_since = None;
     s.holders.clear();
-    // How far an operator's fence went was for that fence.
-    s.policy.fence_to = super::super::session::Policy::default().fence_to;
+    s.fence = super::super::session::FenceWish::default();
     s.witnessed = std::time::Duration::ZERO;
     s.keep_until = None;
     s.facts = super::super::facts::Facts::default();

@@ -8,8 +8,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
 mod agent_process;
+mod breakers;
 mod confinement;
 mod demo;
+mod full_disk;
 mod host;
 mod keeper;
 mod kernel_facts;
@@ -33,6 +35,8 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
+        ("full_disk", full_disk::tests()),
+        ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),
         ("keeper", keeper::tests()),

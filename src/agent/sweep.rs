@@ -30,6 +30,7 @@ pub async fn run(host: Arc<Host>) {
     while !host.stopping() {
         tick.tick().await;
         ticks = ticks.wrapping_add(1);
+        host.store.reserve().refill();
         let now = clock::now();
         for slot in host.slots() {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {

@@ -29,6 +29,13 @@ pub struct Test {
 const LIMIT: Duration = Duration::from_secs(120);
 const CHILD: &str = "OVERFENCE_TEST_CHILD";
 
+/// The binary under test: the one that was built with the suite, unless `OVERFENCE_BIN` names
+/// another. A guest and a container have no build directory, and are given the production binary.
+pub fn binary() -> PathBuf {
+    std::env::var_os("OVERFENCE_BIN")
+        .map_or_else(|| env!("CARGO_BIN_EXE_overfence").into(), PathBuf::from)
+}
+
 /// The name of the test that this process was started to run, if it is such a child.
 pub fn child_request() -> Option<String> {
     std::env::var(CHILD).ok()
@@ -60,7 +67,7 @@ pub fn run_child(all: &[(&'static str, Vec<Test>)], name: &str) -> ! {
     let place = Place {
         dir: std::env::var_os("OVERFENCE_TEST_DIR").expect("set by the parent").into(),
         cgroup: std::env::var_os("OVERFENCE_TEST_CGROUP").expect("set by the parent").into(),
-        binary: env!("CARGO_BIN_EXE_overfence").into(),
+        binary: binary(),
     };
     (test.run)(&place);
     std::process::exit(0);

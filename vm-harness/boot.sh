@@ -12,9 +12,9 @@ disk_arguments() {
 }
 
 # /dev/kvm may be there and not work, or work only half (nested hosts): only a kernel that got as
-# far as looking for its root shows that it does.
+# far as looking for its root, which takes a second, shows that it does.
 accelerator() {
-    if [ -w /dev/kvm ] && timeout 10 qemu-system-x86_64 -accel kvm -cpu host -M pc -m 256 -display none \
+    if [ -w /dev/kvm ] && timeout 4 qemu-system-x86_64 -accel kvm -cpu host -M pc -m 256 -display none \
         -nodefaults -no-user-config -no-reboot -serial "file:$work/trial.log" -kernel "$image/vmlinux" \
         -append 'console=ttyS0 panic=-1' >/dev/null 2>&1 && grep -q 'Unable to mount root' "$work/trial.log"; then
         printf '%s\n' -accel kvm -cpu host
@@ -34,13 +34,12 @@ boot_guest() {
     append+=' random.trust_cpu=on audit=0 panic=-1 quiet systemd.show_status=0 rcupdate.rcu_expedited=1'
     if [ "$keep" = 1 ]; then
         append+=' overfence.keep'
-        arguments+=(-serial "unix:$work/console.sock,server=on,wait=off")
-    else
-        arguments+=(-serial "file:$results/console.log")
     fi
     : >"$results/output.log"
     qemu-system-x86_64 "${acceleration[@]}" -M pc,hpet=off,smm=off,vmport=off -m 2048 -smp 2 -display none \
         -nodefaults -no-user-config -no-reboot "${arguments[@]}" \
+        -chardev "socket,id=console,path=$work/console.sock,server=on,wait=off,logfile=$results/console.log" \
+        -serial chardev:console \
         -device virtio-serial-pci \
         -chardev "file,id=output,path=$results/output.log" -device virtserialport,chardev=output,name=output \
         -chardev "file,id=status,path=$work/status" -device virtserialport,chardev=status,name=status \

@@ -89,7 +89,7 @@ make_rootfs() {
         --dpkgopt='path-exclude=/usr/share/{doc,man,locale,info}/*' \
         --customize-hook="upload $here/guest/unit /etc/systemd/system/overfence-vm.service" \
         --customize-hook='chroot "$1" systemctl --quiet enable overfence-vm.service' \
-        --customize-hook='chroot "$1" systemctl --quiet mask apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service fstrim.timer getty@tty1.service systemd-timesyncd.service systemd-random-seed.service systemd-update-utmp.service' \
+        --customize-hook='chroot "$1" systemctl --quiet mask serial-getty@ttyS0.service apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer e2scrub_all.timer e2scrub_reap.service fstrim.timer getty@tty1.service systemd-timesyncd.service systemd-random-seed.service systemd-update-utmp.service' \
         --customize-hook='printf "/dev/nvme0n1 / ext4 defaults 0 0\n" >"$1/etc/fstab"; printf "guest\n" >"$1/etc/hostname"' \
         "$1" "$rootfs.part" "$(cat "$sources")" >"$work/mmdebstrap.log" 2>&1 || {
         cat "$work/mmdebstrap.log" >&2

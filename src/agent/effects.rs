@@ -113,10 +113,12 @@ impl Host {
     /// slot's lock: a lease that is lost meanwhile freezes after this and not before it.
     fn thaw(&self, slot: &Arc<Slot>) -> Answered {
         let cgroup = self.cgroup(slot)?;
-        let inner = slot.lock();
+        let mut inner = slot.lock();
         if !inner.session.holds_lease() {
             return Ok(vec![]);
         }
+        // Its holder could not speak until now.
+        self.vouch(&mut inner, clock::now());
         let state = cgroup.state().map_err(text)?;
         if !state.freeze {
             let (asked, answer) = ("cgroup.freeze".to_owned(), state.to_string());

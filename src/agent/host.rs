@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use super::agenda::Agenda;
 use super::deadlines::Deadlines;
 use super::effects::text;
 use super::metrics::Metrics;
@@ -46,6 +47,8 @@ pub struct Host {
     pub layers: LayerStore,
     /// The agent's deadline timer.
     pub deadlines: Deadlines,
+    /// When each lease is to be looked at for its renewal.
+    pub(super) renewals: Mutex<Agenda>,
     /// Watches overlays until their superblocks die.
     pub gone: GoneProver,
     /// Watches the sealed cgroups.
@@ -112,6 +115,7 @@ impl Host {
             authority,
             layers,
             deadlines: Deadlines::new()?,
+            renewals: Mutex::default(),
             events: CgroupEvents::new()?,
             metrics: Metrics::new(),
             runtime,
@@ -189,13 +193,19 @@ impl Host {
         self.table().set(&entry).map_err(text)
     }
 
-    /// Tells the keeper and the timer a deadline that moved.
+    /// When leases are to be looked at.
+    pub fn renewals(&self) -> MutexGuard<'_, Agenda> {
+        self.renewals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the keeper and the timer a deadline that moved, and that there is a lease to renew.
     pub fn refresh_deadline(&self, inner: &Inner) {
         let (deadline, _) = inner.deadline();
         if let Err(fault) = self.enter_deadline(&inner.session, deadline) {
             tracing::error!(OVERFENCE_SESSION = %inner.session.id, "the keeper's entry was not written: {fault}");
         }
         self.deadlines.set(inner.session.id, deadline);
+        self.renewals().set_if_none(inner.session.id, inner.lease.next);
     }
 
     /// A session's cgroup as the hierarchy names it, as in `/proc/PID/cgroup`.

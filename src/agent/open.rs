@@ -227,7 +227,8 @@ impl Host {
             .slots()
             .into_iter()
             .filter(|other| {
-                let other = other.session();
+                // Not by a copy each: there can be a thousand others.
+                let other = &other.lock().session;
                 other.workspace == own.workspace && other.generation < own.generation
             })
             .collect();

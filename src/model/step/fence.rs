@@ -48,6 +48,8 @@ pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
             // A freeze of ours that its owner no longer needs: a checkpoint was given up.
             Some(_) | None => Step::quiet([]),
         },
+        // Asked again while it holds: when it was first proved stays.
+        State::Fencing if s.facts.has(Fact::Frozen) => Step::quiet([]),
         State::Fencing => {
             s.facts.prove(Fact::Frozen, proof.clone());
             s.blockers.clear();
@@ -56,13 +58,10 @@ pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
             }
             Step::go([Effect::ReadOnly])
         }
+        State::Fenced | State::Preserved if s.facts.has(Fact::Frozen) => Step::quiet([]),
         State::Fenced | State::Preserved => {
-            let news = !s.facts.has(Fact::Frozen);
             s.facts.prove(Fact::Frozen, proof.clone());
             s.blockers.clear();
-            if !news {
-                return Step::quiet([]);
-            }
             if s.facts.has(Fact::ReadOnly) || s.policy.fence_to == Fact::Frozen {
                 Step::note()
             } else {
@@ -259,6 +258,7 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
         State::Fencing if s.policy.fence_to == Fact::Killed && s.facts.has(Fact::Frozen) => {
             Step::go([Effect::Kill])
         }
+        State::Fencing if s.facts.has(Fact::Frozen) => Step::quiet([Effect::ReadOnly]),
         State::Fencing => Step::quiet([FENCE]),
         State::Fenced | State::Preserved => {
             let killed = s.facts.has(Fact::Killed);

@@ -149,13 +149,14 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
         if new.is_none() || new == old {
             continue;
         }
+        let rebooted = matches!(s.event, Event::Recovered(found) if found.boot != s.before.boot);
+        prop_assert!(old.is_none() || rebooted, "{fact} was proved again by {:?}", s.event);
         let proved = match (s.event, fact) {
             (Event::Frozen { proof }, Fact::Frozen)
             | (Event::ReadOnly { proof, .. }, Fact::ReadOnly)
             | (Event::Killed { proof }, Fact::Killed | Fact::Frozen)
             | (Event::Gone { proof }, Fact::Gone) => new == Some(proof),
-            (Event::Recovered(found), _) => found.boot != s.before.boot,
-            _ => false,
+            _ => rebooted,
         };
         prop_assert!(proved, "{fact} came from {:?}", s.event);
     }

@@ -202,6 +202,16 @@ fn a_slow_freeze_waits_or_kills() {
 }
 
 #[test]
+fn a_freeze_that_was_proved_is_not_asked_again_and_keeps_its_time() {
+    let mut s = session(State::Active);
+    then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, Event::Frozen { proof: proof(7) }, State::Fencing, &[]);
+    then(&mut s, Event::Tick { now: BootNs(9) }, State::Fencing, &[Effect::ReadOnly]);
+    assert_eq!(s.facts.0.get(&Fact::Frozen), Some(&proof(1)));
+}
+
+#[test]
 fn what_contradicts_a_fact_takes_it_back() {
     let mut s = preserved();
     then(&mut s, Event::ForeignThaw { seen: "0".into() }, State::Preserved, &[FENCE]);

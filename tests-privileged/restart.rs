@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::agent_process::{Host, has, id_of, path_of};
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
     vec![
@@ -46,7 +46,7 @@ fn writer(view: &Value, script: &str) -> Child {
 fn grows(path: &Path) -> bool {
     let size = || std::fs::metadata(path).map(|m| m.len()).unwrap_or(0);
     let (before, begun) = (size(), Instant::now());
-    while begun.elapsed() < Duration::from_secs(2) {
+    while begun.elapsed() < paced(Duration::from_secs(2)) {
         if size() > before {
             return true;
         }
@@ -99,7 +99,7 @@ fn keeper_alone(place: &Place) {
     let mut host = Host::new(place, "h");
     host.start_keeper();
     assert!(host.start(None));
-    let opened = host.open("w", "2s");
+    let opened = host.open("w", &paced_ttl(2));
     let mut child = writer(&opened["session"], WRITES);
     let log = path_of(&opened["session"], "upper").join("log");
     assert!(grows(&log));
@@ -107,7 +107,7 @@ fn keeper_alone(place: &Place) {
     let events = path_of(&opened["session"], "cgroup").join("cgroup.events");
     let begun = Instant::now();
     while !std::fs::read_to_string(&events).unwrap().contains("frozen 1") {
-        assert!(begun.elapsed() < Duration::from_secs(5), "the keeper did not freeze");
+        assert!(begun.elapsed() < paced(Duration::from_secs(5)), "the keeper did not freeze");
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!grows(&log), "bytes land although the cgroup is frozen");
@@ -130,14 +130,14 @@ fn stopped_agent(place: &Place) {
     let mut host = Host::new(place, "h");
     host.start_keeper();
     assert!(host.start(None));
-    let opened = host.open("w", "2s");
+    let opened = host.open("w", &paced_ttl(2));
     let mut child = writer(&opened["session"], WRITES);
     let agent = nix::unistd::Pid::from_raw(i32::try_from(host.agent_pid()).unwrap());
     nix::sys::signal::kill(agent, nix::sys::signal::Signal::SIGSTOP).unwrap();
     let events = path_of(&opened["session"], "cgroup").join("cgroup.events");
     let begun = Instant::now();
     while !std::fs::read_to_string(&events).unwrap().contains("frozen 1") {
-        assert!(begun.elapsed() < Duration::from_secs(5), "the keeper did not freeze");
+        assert!(begun.elapsed() < paced(Duration::from_secs(5)), "the keeper did not freeze");
         std::thread::sleep(Duration::from_millis(1));
     }
     std::thread::sleep(Duration::from_secs(1));
@@ -327,7 +327,7 @@ fn settle(host: &Host, hit: u64) {
             return;
         }
         assert!(
-            begun.elapsed() < Duration::from_secs(20),
+            begun.elapsed() < paced(Duration::from_secs(20)),
             "hit {hit} does not settle: {sessions:#}\n{}",
             host.log()
         );
@@ -382,7 +382,7 @@ fn leftovers(host: &Host) -> Vec<String> {
                 left.push(line.to_owned());
             }
         }
-        if left.is_empty() || begun.elapsed() > Duration::from_secs(3) {
+        if left.is_empty() || begun.elapsed() > paced(Duration::from_secs(3)) {
             return left;
         }
         std::thread::sleep(Duration::from_millis(20));

@@ -11,7 +11,7 @@
 # A digest covers every input: the recipe, the sources, the kernel package's version.
 
 # What the suite and the units need beside `minbase`.
-readonly rootfs_packages=systemd,systemd-sysv,dbus,udev,util-linux,kmod,e2fsprogs,procps,bubblewrap,python3-minimal,sqlite3,iproute2
+readonly rootfs_packages=systemd,systemd-sysv,dbus,udev,util-linux,kmod,e2fsprogs,procps,bubblewrap,python3,sqlite3,iproute2
 
 # apt with lists and archives of its own; the first word says which sources.
 private_apt() {

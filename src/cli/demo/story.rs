@@ -16,7 +16,7 @@ use super::takeover;
 use super::writer::Writer;
 
 /// How long anything that should happen at once may take on a loaded machine.
-pub(super) const SOON: Duration = Duration::from_secs(5);
+pub(super) const SOON: Duration = Duration::from_secs(10);
 
 /// One write a line; its file is open only while it writes. The beats come from beside it. When
 /// its client leaves while it stands stopped, the kernel hangs up on it, as on any job: it lives on.
@@ -88,7 +88,7 @@ fn a_writes(
     step: &mut Step,
     database: &Database,
 ) -> Result<(Session, Writer), String> {
-    let a = open(place, step, &["-w", "demo", "--create", "--owner", "a", "--ttl", "2s"])?;
+    let a = open(place, step, &["-w", "demo", "--create", "--owner", "a", "--ttl", "3s"])?;
     report.name(&a.id, "$A");
     step.check(
         "the authority issued generation 1 to a",
@@ -122,7 +122,7 @@ fn c_holds(
     report: &mut Report,
     step: &mut Step,
 ) -> Result<(Session, Writer), String> {
-    let c = open(place, step, &["-w", "demo-held", "--create", "--owner", "c", "--ttl", "2s"])?;
+    let c = open(place, step, &["-w", "demo-held", "--create", "--owner", "c", "--ttl", "3s"])?;
     report.name(&c.id, "$C");
     let begun = Instant::now();
     let mut writer = Writer::start(&place.operator(), &c.id, C)?;

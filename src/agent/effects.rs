@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::host::Host;
+use super::host::{Host, SessionSocket};
 use super::slot::{Slot, draft};
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome};
@@ -405,6 +405,7 @@ impl Host {
             }
         }
         super::show::remove(&self.paths, s.id).map_err(text)?;
+        let _ = self.sockets.send(SessionSocket::Gone { session: s.id });
         Ok(vec![Event::Removed { bytes: removed.bytes, entries: removed.entries }])
     }
 }

@@ -26,8 +26,22 @@ use crate::store::Store;
 use crate::upper::remove::SessionDirs;
 use crate::upper::store::LayerStore;
 
-/// A session socket for the API to serve.
-pub type SessionSocket = (SessionId, std::os::unix::net::UnixListener);
+/// What the API is told of the sockets inside sessions.
+#[derive(Debug)]
+pub enum SessionSocket {
+    /// One to serve; it takes the place of an earlier one of the session.
+    Made {
+        /// Whose.
+        session: SessionId,
+        /// Bound, and not blocking.
+        listener: std::os::unix::net::UnixListener,
+    },
+    /// The session is no more.
+    Gone {
+        /// Which.
+        session: SessionId,
+    },
+}
 
 /// Shared by all threads and tasks of the agent.
 pub struct Host {

@@ -159,8 +159,7 @@ impl Inner {
             State::Fencing | State::Deleting | State::Releasing => true,
             State::Fenced | State::Preserved => {
                 let killed = s.facts.has(Fact::Killed);
-                let stopped =
-                    killed || (s.facts.has(Fact::Frozen) && s.policy.fence_to != Fact::Killed);
+                let stopped = killed || (s.facts.has(Fact::Frozen) && s.fence.to != Fact::Killed);
                 let proved = s.facts.has(Fact::Gone) || (stopped && s.facts.has(Fact::ReadOnly));
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }

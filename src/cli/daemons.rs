@@ -6,7 +6,6 @@ use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::agent::failure::Failure;
-use crate::agent::{Agent, SessionSocket};
 use crate::config::Config;
 use crate::model::code::Code;
 
@@ -47,7 +46,7 @@ async fn serve(config: Config) -> Result<(), Failure> {
         .await
         .map_err(|e| Failure::new(Code::Internal, with_causes(&e)))?;
     let listener = crate::api::bind(&config.socket).map_err(|e| at(&config.socket, &e))?;
-    tokio::spawn(session_sockets(agent.clone(), sockets));
+    crate::api::serve_sessions(agent.clone(), sockets).map_err(|e| internal(&e))?;
     if let Some(address) = config.api.metrics_listen {
         let tcp = tokio::net::TcpListener::bind(address).await.map_err(|e| at(&address, &e))?;
         tokio::spawn(crate::api::serve_metrics(agent.clone(), tcp, std::future::pending()));
@@ -65,20 +64,6 @@ async fn serve(config: Config) -> Result<(), Failure> {
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     agent.stop();
     Ok(())
-}
-
-async fn session_sockets(
-    agent: Agent,
-    mut sockets: tokio::sync::mpsc::UnboundedReceiver<SessionSocket>,
-) {
-    while let Some((session, listener)) = sockets.recv().await {
-        match tokio::net::UnixListener::from_std(listener) {
-            Ok(listener) => {
-                tokio::spawn(crate::api::serve_session(agent.clone(), session, listener));
-            }
-            Err(fault) => tracing::error!(OVERFENCE_SESSION = %session, "session socket: {fault}"),
-        }
-    }
 }
 
 /// Runs the keeper until it is killed.

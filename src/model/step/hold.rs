@@ -243,8 +243,7 @@ pub(super) fn on_readmitted(
     s.trouble = None;
     s.busy_since = None;
     s.holders.clear();
-    // How far an operator's fence went was for that fence.
-    s.policy.fence_to = super::super::session::Policy::default().fence_to;
+    s.fence = super::super::session::FenceWish::default();
     s.witnessed = std::time::Duration::ZERO;
     s.keep_until = None;
     s.facts = super::super::facts::Facts::default();

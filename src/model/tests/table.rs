@@ -6,7 +6,8 @@ use super::super::facts::Fact;
 use super::super::head::{Head, HeadAt};
 use super::super::ids::{Generation, LeaseId, Version};
 use super::super::session::{
-    CloseMode, Disposition, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State, Work,
+    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State,
+    Work,
 };
 use super::super::step::{Effect, Event, Found, MAX_TRIES, Published, Purpose, step};
 use super::super::time::BootNs;
@@ -32,6 +33,11 @@ fn refused(s: &mut Session, event: Event, code: Code) {
 
 fn operator() -> Loss {
     Loss::Operator { by: "op".into(), reason: "why".into() }
+}
+
+fn asked(to: Fact, on_busy: Option<OnBusy>) -> Event {
+    let wish = FenceWish { to, on_busy };
+    Event::FenceAsked { wish, by: "op".into(), reason: "why".into(), now: BootNs(1) }
 }
 
 fn lost(revoke: bool) -> Event {
@@ -406,15 +412,43 @@ fn a_removal_resolves_what_is_unknown_instead_of_turning_in_circles() {
 
 #[test]
 fn a_kill_by_policy_is_tried_until_it_is_done() {
-    let policy = Policy { fence_to: Fact::Killed, ..Policy::default() };
-    let mut s = Session { policy, ..session(State::Active) };
-    then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+    let mut s = session(State::Active);
+    then(&mut s, asked(Fact::Killed, None), State::Fencing, &[FENCE, revoke(), Effect::Show]);
     then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
     then(&mut s, read_only(), State::Fenced, &[Effect::Kill]);
     then(&mut s, failed("kill"), State::Fenced, &[]);
     then(&mut s, tick(), State::Fenced, &[Effect::Kill]);
     then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
     then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
+}
+
+#[test]
+fn an_operators_wish_is_for_one_fence() {
+    let mut s = session(State::Active);
+    then(
+        &mut s,
+        asked(Fact::Frozen, Some(OnBusy::Kill)),
+        State::Fencing,
+        &[FENCE, revoke(), Effect::Show],
+    );
+    then(&mut s, frozen(), State::Preserved, &[Effect::Show]);
+    // More is wanted now: it is gone for at once, and recorded.
+    let step = step(&mut s, &asked(Fact::ReadOnly, None));
+    assert_eq!((step.effects.as_slice(), step.record), (&[Effect::ReadOnly][..], true));
+    assert_eq!(s.on_busy(), OnBusy::Hold);
+    then(&mut s, asked(Fact::ReadOnly, Some(OnBusy::Kill)), State::Preserved, &[Effect::ReadOnly]);
+    let readmitted = Event::Readmitted {
+        lease: LeaseId::from_u128(9),
+        generation: Generation(s.generation.0 + 1),
+        ends: BootNs(1),
+        authorised_by: "op".into(),
+        reason: "r".into(),
+    };
+    then(&mut s, readmitted, State::Active, &[Effect::ReadWrite]);
+    assert_eq!(s.fence, FenceWish::default());
+    for state in [State::Deleting, State::Closed, State::Quarantined] {
+        refused(&mut session(state), asked(Fact::Killed, None), Code::WrongState);
+    }
 }
 
 #[test]

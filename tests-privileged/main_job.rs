@@ -190,8 +190,11 @@ fn readmit(place: &Place) {
         std::fs::remove_file(merged(&a).join("pause")).unwrap();
         let log = a.session.upper.path().unwrap().join("log");
         let size = std::fs::metadata(&log).unwrap().len();
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        assert!(std::fs::metadata(&log).unwrap().len() > size, "it does not write again");
+        let begun = std::time::Instant::now();
+        while std::fs::metadata(&log).unwrap().len() == size {
+            assert!(begun.elapsed() < paced(SOON), "it does not write again");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         agent.beat(id, Sign::Token(a.token.clone())).await.unwrap();
         agent.close(&ROOT, id, CloseSession { mode: Some(CloseMode::Discard) }).await.unwrap();
         child.wait().unwrap();

@@ -145,9 +145,12 @@ fn i9_a_deadline_is_kept_without_an_agent(host: &host::Place) {
     std::thread::sleep(PASS * 3);
     assert!(!lost.frozen(), "frozen although renewed");
     // Removed: nobody's business any more.
-    kept.until(&mut table, soon(Duration::from_millis(200)));
+    let deadline = soon(host::paced(Duration::from_millis(500)));
+    kept.until(&mut table, deadline);
     table.remove(kept.entry.session).unwrap();
-    std::thread::sleep(Duration::from_millis(200) + PASS * 3);
+    assert!(clock::now() < deadline, "too slow to remove it before its deadline");
+    clock::sleep_until(deadline);
+    std::thread::sleep(PASS * 3);
     assert!(!kept.frozen(), "frozen although removed");
     // And it passes again, without the one who wrote the file.
     lost.until(&mut table, soon(Duration::from_millis(50)));

@@ -175,7 +175,8 @@ struct Acknowledged {
 fn scenario(host: &Host) -> Acknowledged {
     let mut done = Acknowledged::default();
     let told = |out: (i32, Value)| (out.0 == 0 || out.0 == 8).then_some(out.1);
-    let Some(opened) = told(host.ask(&["session", "open", "-w", "w", "--create", "--ttl", "60s"]))
+    let Some(opened) =
+        told(host.ask(&["session", "open", "-w", "w", "--create", "--ttl", &paced_ttl(60)]))
     else {
         return done;
     };
@@ -196,7 +197,8 @@ fn scenario(host: &Host) -> Acknowledged {
         return done;
     }
     done.discarded = true;
-    let Some(second) = told(host.ask(&["session", "open", "-w", "w", "--ttl", "60s"])) else {
+    let Some(second) = told(host.ask(&["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]))
+    else {
         return done;
     };
     done.generation = second["session"]["generation"].as_u64().unwrap();
@@ -305,7 +307,7 @@ fn killed_at(place: &Place, hit: u64) {
     for s in sessions.as_array().unwrap() {
         end(&host, s["id"].as_str().unwrap());
     }
-    let next = host.open("w", "60s");
+    let next = host.open("w", &paced_ttl(60));
     assert!(next["session"]["generation"].as_u64().unwrap() > done.generation, "{}", context());
     host.must(&["session", "close", &id_of(&next)]);
     assert_eq!(leftovers(&host), Vec::<String>::new(), "{}", context());
@@ -393,7 +395,7 @@ fn leftovers(host: &Host) -> Vec<String> {
 fn rolled_back(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
-    let first = host.open("w", "60s");
+    let first = host.open("w", &paced_ttl(60));
     host.must(&["session", "close", &id_of(&first)]);
     host.kill_agent();
     let state = host.dir.join("state");
@@ -402,7 +404,7 @@ fn rolled_back(place: &Place) {
         let _ = std::fs::copy(state.join(name), host.dir.join(name));
     }
     assert!(host.start(None));
-    let second = host.open("w", "60s");
+    let second = host.open("w", &paced_ttl(60));
     assert_eq!(second["session"]["generation"], 2);
     host.must(&["session", "close", &id_of(&second)]);
     host.kill_agent();
@@ -413,6 +415,6 @@ fn rolled_back(place: &Place) {
     assert!(host.start(None), "{}", host.log());
     let w = host.must(&["workspace", "status", "w"]);
     assert!(w["hold"].as_str().unwrap().contains("generation 1"), "{w:#}");
-    let (code, _) = host.ask(&["session", "open", "-w", "w", "--ttl", "60s"]);
+    let (code, _) = host.ask(&["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]);
     assert_eq!(code, 4, "a workspace on HOLD was opened");
 }

@@ -309,7 +309,6 @@ impl Config {
             on_slow_freeze: self.fence.on_slow_freeze,
             after_doubt: self.fence.after_doubt,
             grace: self.preserve.grace,
-            ..Policy::default()
         }
     }
 

@@ -79,8 +79,10 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// The API's socket.
     pub socket: PathBuf,
-    /// Parent of the sessions' cgroups, relative to the cgroup2 root.
-    pub cgroup: PathBuf,
+    /// Parent of the sessions' cgroups, relative to the cgroup2 root; without it the agent finds
+    /// its place by itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<PathBuf>,
     /// The highest generation of each workspace ever seen.
     pub high_water_file: PathBuf,
     /// Signed heads of the evidence chain.
@@ -209,7 +211,7 @@ impl Default for Config {
             (PathBuf::from("/var/lib/overfence"), PathBuf::from("/run/overfence"));
         Self {
             socket: runtime_dir.join("overfence.sock"),
-            cgroup: "overfence-sessions".into(),
+            cgroup: None,
             high_water_file: state_dir.join("high-water"),
             evidence_anchor_file: state_dir.join("evidence-anchors"),
             keys_dir: state_dir.join("keys"),
@@ -325,9 +327,11 @@ impl Config {
             }
         }
         let plain = |part| matches!(part, std::path::Component::Normal(_));
-        if self.cgroup.as_os_str().is_empty() || !self.cgroup.components().all(plain) {
+        if let Some(cgroup) = &self.cgroup
+            && (cgroup.as_os_str().is_empty() || !cgroup.components().all(plain))
+        {
             let why = "is not below the cgroup2 root; write it without a leading slash and `..`";
-            return Err(("cgroup", format!("{:?} {why}", self.cgroup)));
+            return Err(("cgroup", format!("{cgroup:?} {why}")));
         }
         checked_ttl(self.lease.ttl).map_err(|fault| ("lease.ttl", fault.to_string()))?;
         if self.lease.max_lifetime < self.lease.ttl {

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::host::Host;
+use super::pulse::Part;
 use super::slot::Slot;
 use crate::kernel::cgroup::Stamp;
 use crate::kernel::clock::{self, BootTimer, Waker};
@@ -94,6 +95,7 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
         }
         timer.wait_or(&host.deadlines.waker)?;
         host.deadlines.waker.drain();
+        host.pulse.beat(Part::Deadlines);
         let now = clock::now();
         let due: Vec<_> =
             host.deadlines.passed(now).into_iter().filter_map(|id| host.slot(id)).collect();
@@ -129,7 +131,7 @@ fn stop(host: &Host, slot: &Arc<Slot>, now: BootNs) -> Option<(Arc<Slot>, BootNs
         let stamp = Stamp { purpose: Purpose::Deadline, generation: inner.session.generation };
         for answer in [cgroup.stamp(&stamp), cgroup.write_freeze(true)] {
             if let Err(fault) = answer {
-                tracing::error!(OVERFENCE_SESSION = %slot.id, "{fault}");
+                tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{fault}");
             }
         }
     }

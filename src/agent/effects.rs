@@ -88,7 +88,7 @@ impl Host {
         let path = self.paths.cgroup(slot.id);
         let cgroup = match Cgroup::open(&path).map_err(text)? {
             Some(cgroup) => cgroup,
-            None => Cgroup::create(&path).map_err(text)?,
+            None => self.make_cgroup(slot.id).map_err(text)?,
         };
         let cgroup = Arc::new(cgroup);
         inner.cgroup = Some(Arc::clone(&cgroup));
@@ -258,7 +258,7 @@ impl Host {
             Ok(()) => Ok(vec![Event::Released]),
             // Another lease took its place: it is given back all the more.
             Err(refusal) => {
-                tracing::info!(OVERFENCE_SESSION = %s.id, "the lease was over already: {refusal}");
+                tracing::info!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "the lease was over already: {refusal}");
                 Ok(vec![Event::Released])
             }
         }

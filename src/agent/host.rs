@@ -11,9 +11,11 @@ use super::deadlines::Deadlines;
 use super::effects::text;
 use super::metrics::Metrics;
 use super::paths::Paths;
+use super::pulse::Pulse;
 use super::slot::{Inner, Slot};
 use crate::authority::Authority;
 use crate::config::Config;
+use crate::kernel::cgroup::{self, Cgroup};
 use crate::kernel::deadlines::{Deadline, Table};
 use crate::kernel::events::CgroupEvents;
 use crate::kernel::gone::{Gone, Probe, UnmountWatch, index_probe};
@@ -52,6 +54,8 @@ pub struct Host {
     pub events: CgroupEvents,
     /// Counters.
     pub metrics: Metrics,
+    /// Whether the agent's own parts go round.
+    pub pulse: Pulse,
     /// Where blocking work is run.
     pub runtime: tokio::runtime::Handle,
     pub(super) sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
@@ -114,6 +118,7 @@ impl Host {
             deadlines: Deadlines::new()?,
             events: CgroupEvents::new()?,
             metrics: Metrics::new(),
+            pulse: Pulse::default(),
             runtime,
             sockets,
             state: Mutex::default(),
@@ -193,14 +198,21 @@ impl Host {
     pub fn refresh_deadline(&self, inner: &Inner) {
         let (deadline, _) = inner.deadline();
         if let Err(fault) = self.enter_deadline(&inner.session, deadline) {
-            tracing::error!(OVERFENCE_SESSION = %inner.session.id, "the keeper's entry was not written: {fault}");
+            tracing::error!(OVERFENCE_SESSION = %inner.session.id, OVERFENCE_WORKSPACE = %inner.session.workspace, "the keeper's entry was not written: {fault}");
         }
         self.deadlines.set(inner.session.id, deadline);
     }
 
+    /// Makes a session's cgroup, and its parent if that was removed: systemd does so with the
+    /// directory of a unit that has no process.
+    pub fn make_cgroup(&self, id: SessionId) -> crate::kernel::Result<Cgroup> {
+        cgroup::make_parent(&self.paths.cgroups)?;
+        Cgroup::create(&self.paths.cgroup(id))
+    }
+
     /// A session's cgroup as the hierarchy names it, as in `/proc/PID/cgroup`.
     pub fn cgroup_in_hierarchy(&self, id: SessionId) -> String {
-        format!("/{}/{id}", self.config.cgroup.display())
+        format!("/{}/{id}", self.paths.parent.display())
     }
 }
 

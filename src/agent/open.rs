@@ -15,7 +15,6 @@ use super::effects::text;
 use super::failure::{Caller, Failure};
 use super::host::Host;
 use super::slot::{LeaseClock, Slot, draft};
-use crate::kernel::cgroup::Cgroup;
 use crate::kernel::clock;
 use crate::kernel::idmap::IdMap;
 use crate::kernel::overlay::{self, Spec};
@@ -308,8 +307,8 @@ impl Host {
         {
             let mut inner = slot.lock();
             self.refresh_deadline(&inner);
-            let cgroup = Cgroup::create(&self.paths.cgroup(s.id))
-                .map_err(|e| Failure::new(Code::Internal, text(e)))?;
+            let cgroup =
+                self.make_cgroup(s.id).map_err(|e| Failure::new(Code::Internal, text(e)))?;
             inner.cgroup = Some(Arc::new(cgroup));
         }
         self.give_root(&dirs.upper, &lowers, s.run_as)?;

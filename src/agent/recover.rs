@@ -175,8 +175,7 @@ impl Host {
 
     /// Opens again what the former agent held: cgroup, overlay root, watches, socket.
     fn reopen(&self, slot: &Arc<Slot>) {
-        let warn =
-            |what: &str, why: String| tracing::warn!(OVERFENCE_SESSION = %slot.id, "{what}: {why}");
+        let warn = |what: &str, why: String| tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{what}: {why}");
         match Cgroup::open(&self.paths.cgroup(slot.id)) {
             Ok(cgroup) => slot.lock().cgroup = cgroup.map(Arc::new),
             Err(fault) => warn("cgroup", text(fault)),
@@ -209,10 +208,10 @@ impl Host {
     /// A missing cgroup with a good record is made again; a fenced one is frozen as recorded by
     /// the step that follows.
     fn remake_cgroup(&self, slot: &Arc<Slot>) {
-        match Cgroup::create(&self.paths.cgroup(slot.id)) {
+        match self.make_cgroup(slot.id) {
             Ok(cgroup) => slot.lock().cgroup = Some(Arc::new(cgroup)),
             Err(fault) => {
-                tracing::error!(OVERFENCE_SESSION = %slot.id, "the cgroup could not be made again: {}", text(fault))
+                tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the cgroup could not be made again: {}", text(fault))
             }
         }
     }

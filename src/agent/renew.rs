@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::host::Host;
+use super::pulse::Part;
 use super::slot::{Slot, agent_vouches};
 use crate::authority::Renewal;
 use crate::kernel::clock;
@@ -24,6 +25,7 @@ pub async fn run(host: Arc<Host>) {
     pass.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !host.stopping() {
         pass.tick().await;
+        host.pulse.beat(Part::Renew);
         let due = due(&host);
         if !due.is_empty() {
             renew(&host, due).await;
@@ -113,7 +115,7 @@ fn granted(host: &Arc<Host>, slot: &Arc<Slot>, lease: &Lease, sent: BootNs) {
     inner.lease.signs.granted = lease.ttl;
     host.refresh_deadline(&inner);
     if let Err(fault) = host.show_locked(&inner) {
-        tracing::warn!(OVERFENCE_SESSION = %slot.id, "session.json was not replaced: {fault}");
+        tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "session.json was not replaced: {fault}");
     }
     drop(inner);
     host.apply(slot, Event::Renewed, "authority");
@@ -147,7 +149,7 @@ fn missed(host: &Arc<Host>, d: &Due, cause: &str) {
     // At once, and not by the session's worker: that one waits for a record which the same trouble
     // may hold up.
     if let Err(fault) = host.show(&d.slot) {
-        tracing::warn!(OVERFENCE_SESSION = %d.slot.id, "session.json was not replaced: {fault}");
+        tracing::warn!(OVERFENCE_SESSION = %d.slot.id, OVERFENCE_WORKSPACE = %d.slot.workspace, "session.json was not replaced: {fault}");
     }
 }
 

@@ -59,7 +59,7 @@ impl Host {
             return size;
         }
         let size = crate::upper::size::size(&slot.dirs.upper).unwrap_or_else(|fault| {
-            tracing::warn!(OVERFENCE_SESSION = %slot.id, "the upper could not be counted: {}", text(fault));
+            tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the upper could not be counted: {}", text(fault));
             (0, 0)
         });
         slot.lock().size = Some(size);

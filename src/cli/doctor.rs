@@ -26,7 +26,10 @@ pub(super) fn main(context: &Context, wish: Doctor) -> Result<u8, Failure> {
         Config::default()
     });
     let root = cgroup::find_root().unwrap_or_else(|_| "/sys/fs/cgroup".into());
-    let answers = doctor::ask(standing(&config.state_dir), standing(&root.join(&config.cgroup)));
+    let answers = doctor::ask(
+        standing(&config.state_dir),
+        standing(&root.join(config.cgroup.unwrap_or_default())),
+    );
     context.show(&answers, |answers| table(answers))?;
     Ok(u8::from(answers.iter().any(|answer| answer.needed && !answer.ok)))
 }

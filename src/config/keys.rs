@@ -10,7 +10,13 @@ const KEYS: &[(&str, &str, &str)] = &[
     ("state_dir", "Everything durable of this host; made with mode 0700.", ""),
     ("runtime_dir", "Sockets and whatever a boot may lose.", ""),
     ("socket", "The API's socket. Default: overfence.sock below runtime_dir.", ""),
-    ("cgroup", "Parent of the sessions' cgroups, relative to the cgroup2 root.", ""),
+    (
+        "cgroup",
+        "Parent of the sessions' cgroups, relative to the cgroup2 root. Default: \
+         overfence-sessions.service beside the agent's own unit under systemd, else \
+         overfence-sessions.",
+        "system.slice/overfence-sessions.service",
+    ),
     (
         "high_water_file",
         "The highest generation of each workspace ever seen. Default: below state_dir; better on \
@@ -170,6 +176,7 @@ mod tests {
     fn every_key_is_listed_and_every_listed_key_exists() {
         let mut config = Config::default();
         config.api.metrics_listen = "127.0.0.1:1".parse().ok();
+        config.cgroup = Some("c".into());
         let table = Table::try_from(&config).unwrap();
         let mut leaves = std::collections::BTreeSet::new();
         for (key, value) in &table {
@@ -190,10 +197,11 @@ mod tests {
         assert_eq!(toml::from_str::<Config>(&text).unwrap(), Config::default());
         let open: String = text
             .lines()
-            .filter(|line| !line.starts_with("# ") && !line.contains("metrics_listen"))
+            .filter(|line| !line.starts_with("# "))
+            .filter(|line| !line.contains("metrics_listen") && !line.starts_with("#cgroup"))
             .map(|line| format!("{}\n", line.strip_prefix('#').unwrap_or(line)))
             .collect();
-        assert_eq!(open.matches(" = ").count(), KEYS.len() - 1);
+        assert_eq!(open.matches(" = ").count(), KEYS.len() - 2);
         assert_eq!(toml::from_str::<Config>(&open).unwrap(), Config::default());
     }
 }

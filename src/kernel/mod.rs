@@ -37,6 +37,7 @@ pub mod mountinfo;
 pub mod ns;
 pub mod overlay;
 mod slots;
+pub mod unit;
 pub mod walk;
 
 /// What the kernel refused, or what it answered that cannot be worked with.

@@ -61,6 +61,7 @@ async fn serve(config: Config) -> Result<(), Failure> {
         let tcp = tokio::net::TcpListener::bind(address).await.map_err(|e| at(&address, &e))?;
         tokio::spawn(crate::api::serve_metrics(agent.clone(), tcp, std::future::pending()));
     }
+    crate::failpoint::hit("agent.ready.before");
     manager(NotifyState::Ready);
     let place = listener.local_addr().ok();
     let place = place.as_ref().and_then(|place| place.as_pathname()).unwrap_or(&config.socket);

@@ -206,15 +206,9 @@ impl Host {
     }
 
     fn ask_to_end(&self, slot: &Slot, cgroup: &Cgroup) {
-        let Ok(Some(init)) = super::show::init_of(&self.paths, slot.id) else { return };
-        if !init.lives_in(cgroup.path()).unwrap_or(false) {
+        if !super::show::ask_to_end(&self.paths.init_of(slot.id), cgroup.path()) {
             return;
         }
-        let Ok(pid) = i32::try_from(init.pid) else { return };
-        let _ = nix::sys::signal::kill(
-            nix::unistd::Pid::from_raw(pid),
-            nix::sys::signal::Signal::SIGTERM,
-        );
         let until = clock::now().plus(STOP);
         while clock::now() < until && cgroup.state().is_ok_and(|state| state.populated) {
             std::thread::sleep(AGAIN);

@@ -31,6 +31,7 @@ mod pulse;
 mod recover;
 mod renew;
 mod show;
+mod shutdown;
 mod slot;
 mod start;
 mod sweep;
@@ -40,5 +41,6 @@ mod watch;
 
 pub use handle::{Agent, Sign};
 pub use host::SessionSocket;
+pub use shutdown::end_sessions;
 pub use start::{StartError, start};
 pub use tell::manager;

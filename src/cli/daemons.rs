@@ -101,6 +101,14 @@ pub fn keeper(wish: &Daemon) -> Result<(), Failure> {
     }
 }
 
+/// Ends all sessions as the host goes down.
+pub fn end_sessions(wish: &Daemon) -> Result<(), Failure> {
+    let ended = crate::agent::end_sessions(&wish.load()?.runtime_dir)
+        .map_err(|e| Failure::new(Code::Internal, with_causes(&e)))?;
+    eprintln!("ended {ended} session(s); what they wrote is kept");
+    Ok(())
+}
+
 fn at(what: &dyn std::fmt::Debug, fault: &dyn std::error::Error) -> Failure {
     Failure::new(Code::Internal, format!("{what:?}: {fault}"))
 }

@@ -136,6 +136,9 @@ pub enum Verb {
     Man(docs::Man),
     /// Tell the story of a stale writer on this kernel, in a throwaway place (root).
     Demo(demo::Demo),
+    /// End all sessions as the host goes down; started by systemd after agent and keeper ended.
+    #[command(hide = true)]
+    EndSessions(daemons::Daemon),
     /// Pid 1 of a session; started by `run` and `session exec`.
     #[command(hide = true)]
     SessionInit {
@@ -165,6 +168,7 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
     match verb {
         Verb::Agent(wish) => daemons::agent(&wish),
         Verb::Keeper(wish) => daemons::keeper(&wish),
+        Verb::EndSessions(wish) => daemons::end_sessions(&wish),
         Verb::Run(wish) => return run::run(context, wish),
         Verb::Session(session::Verb::Exec(wish)) => return run::exec(context, wish),
         Verb::Evidence(verb) => return evidence::main(context, verb),

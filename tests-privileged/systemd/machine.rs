@@ -226,6 +226,7 @@ impl Machine {
             assert!(begun.elapsed() < BOOT, "it does not come back: {}", self.log());
             std::thread::sleep(Duration::from_millis(20));
         }
+        eprintln!("rebooted in {:?}", begun.elapsed());
     }
 
     fn boot_id(&self) -> String {

@@ -23,6 +23,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i8_ready_comes_after_every_stale_freeze", run: ready_after_freeze },
         Test { name: "i8_restart_and_upgrade_disturb_no_session", run: undisturbed },
         Test { name: "stop_leaves_sessions_and_the_socket_starts_the_agent", run: stopped },
+        Test { name: "drain_takes_every_session_down_and_keeps_what_it_wrote", run: drained },
         Test { name: "the_watchdog_restarts_a_stopped_agent", run: watchdog },
         Test { name: "i9_a_reboot_ends_leases_and_keeps_uppers", run: rebooted },
     ]
@@ -79,8 +80,11 @@ impl Three {
         // A lease that lasts less than the test: it has to be renewed across all of it.
         let (client, running) = run(machine, "running", "4s", WRITES);
         let (held, frozen) = run(machine, "frozen", "60s", WRITES);
-        let log = machine.state.join("sessions").join(&running).join("upper/log");
-        assert!(grows(&log), "nothing is written: {}", machine.log());
+        let log_of = |id: &str| machine.state.join("sessions").join(id).join("upper/log");
+        let log = log_of(&running);
+        for log in [&log, &log_of(&frozen)] {
+            assert!(grows(log), "nothing is written: {}", machine.log());
+        }
         machine.ask(&["fence", &frozen, "--reason", "test", "--wait"]);
         machine.until(&frozen, |v| has(v, "frozen"));
         let empty = open(machine, "empty", "10m");
@@ -330,6 +334,57 @@ fn stopped(place: &Place) {
         let _ = client.kill();
         client.wait().unwrap();
     }
+}
+
+fn drained(place: &Place) {
+    let machine = Machine::boot(place);
+    let mut three = Three::open(&machine);
+    let before = three.places(&machine);
+    assert_eq!(machine.ask(&["drain"]).0, 2, "it wants --yes without a terminal");
+    assert_eq!(three.places(&machine), before);
+    let drained = machine.tell(&["drain", "--yes"]);
+    assert_eq!(drained["closed"], 1, "{drained:#}");
+    assert!(drained["left"].as_array().unwrap().is_empty(), "{drained:#}");
+    for client in &mut three.clients {
+        client.wait().unwrap();
+    }
+    let kept = [&three.running, &three.frozen];
+    let down = |machine: &Machine| {
+        for id in kept {
+            let view = machine.tell(&["session", "inspect", id]);
+            assert_eq!(view["state"], "PRESERVED", "{view:#}");
+            assert!(has(&view, "killed") && has(&view, "gone"), "{view:#}");
+            assert!(view["trouble"].is_null(), "{view:#}");
+        }
+        let mut dirs: Vec<_> = kept
+            .iter()
+            .map(|id| machine.state.join("sessions").join(id).display().to_string())
+            .collect();
+        let mut left = left_of_sessions(machine);
+        dirs.sort();
+        left.sort();
+        assert_eq!(left, dirs, "more than the uppers is left");
+    };
+    down(&machine);
+    let refused = machine.run(&["overfence", "session", "open", "-w", "empty"]);
+    assert_eq!(refused.status.code(), Some(4));
+    assert!(String::from_utf8_lossy(&refused.stderr).starts_with("overfence: draining:"));
+    assert_eq!(machine.tell(&["status"])["draining"], true);
+
+    machine.must(&["systemctl", "restart", AGENT, KEEPER]);
+    down(&machine);
+    for workspace in ["running", "frozen", "empty"] {
+        let opened = machine.tell(&["session", "open", "-w", workspace, "--ttl", "10m"]);
+        assert_eq!(opened["session"]["generation"], 2, "{opened:#}");
+        machine.tell(&["session", "close", &id_of(&opened)]);
+    }
+    for id in kept {
+        let bundle = machine.tell(&["preserved", "export", id]);
+        assert!(bundle["entries"].as_u64().is_none_or(|n| n > 0), "{bundle:#}");
+        machine.tell(&["preserved", "discard", id, "--yes"]);
+    }
+    assert_eq!(left_of_sessions(&machine), Vec::<String>::new());
+    assert_eq!(machine.tell(&["evidence", "verify"])["ok"], true);
 }
 
 fn watchdog(place: &Place) {

@@ -357,7 +357,10 @@ impl Host {
             }]);
         }
         match self.gone.prove(slot.id, &slot.dirs, TEARDOWN).map_err(text)? {
-            Some(proof) => Ok(vec![Event::Gone { proof }]),
+            Some(proof) => {
+                self.vacate(slot)?;
+                Ok(vec![Event::Gone { proof }])
+            }
             None => Err(self.who_keeps_it(slot)),
         }
     }
@@ -377,26 +380,32 @@ impl Host {
         }
     }
 
+    /// What a session without processes and mount needs no longer: deadline, cgroup, run-time
+    /// directory. Done twice it is the same.
+    fn vacate(&self, slot: &Slot) -> Result<(), String> {
+        self.deadlines.remove(slot.id);
+        self.table().remove(slot.id).map_err(text)?;
+        self.events.remove(slot.id);
+        let cgroup = slot.lock().cgroup.take();
+        match cgroup.map(Arc::try_unwrap) {
+            Some(Ok(cgroup)) => cgroup.remove(TEARDOWN).map_err(text)?,
+            // Somebody reads it at this moment; the directory is removed by its path.
+            Some(Err(_)) | None => {
+                if let Some(cgroup) = Cgroup::open(&self.paths.cgroup(slot.id)).map_err(text)? {
+                    cgroup.remove(TEARDOWN).map_err(text)?;
+                }
+            }
+        }
+        super::show::remove(&self.paths, slot.id).map_err(text)
+    }
+
     fn remove(&self, slot: &Slot, s: &Session) -> Answered {
         let Some(gone) = ProvedGone::from_facts(s.id, &s.facts) else {
             return Err("the superblock is not proved gone".to_owned());
         };
         let removed =
             remove::remove(&self.paths.sessions, &gone, &self.paths.trash).map_err(text)?;
-        self.deadlines.remove(s.id);
-        self.table().remove(s.id).map_err(text)?;
-        self.events.remove(s.id);
-        let cgroup = slot.lock().cgroup.take();
-        match cgroup.map(Arc::try_unwrap) {
-            Some(Ok(cgroup)) => cgroup.remove(TEARDOWN).map_err(text)?,
-            // Somebody reads it at this moment; the directory is removed by its path.
-            Some(Err(_)) | None => {
-                if let Some(cgroup) = Cgroup::open(&self.paths.cgroup(s.id)).map_err(text)? {
-                    cgroup.remove(TEARDOWN).map_err(text)?;
-                }
-            }
-        }
-        super::show::remove(&self.paths, s.id).map_err(text)?;
+        self.vacate(slot)?;
         Ok(vec![Event::Removed { bytes: removed.bytes, entries: removed.entries }])
     }
 }

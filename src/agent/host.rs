@@ -64,6 +64,7 @@ pub struct Host {
     table: Mutex<Table>,
     sync: Mutex<()>,
     stopping: AtomicBool,
+    draining: AtomicBool,
 }
 
 /// What changes and is shown.
@@ -126,6 +127,7 @@ impl Host {
             table: Mutex::new(table),
             sync: Mutex::new(()),
             stopping: AtomicBool::new(false),
+            draining: AtomicBool::new(false),
         }))
     }
 
@@ -138,6 +140,16 @@ impl Host {
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
         self.deadlines.wake();
+    }
+
+    /// Whether sessions are being taken down and new ones refused.
+    pub fn draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Refuses new sessions from now on, as long as this agent runs.
+    pub fn start_draining(&self) {
+        self.draining.store(true, Ordering::SeqCst);
     }
 
     /// A session by its id.

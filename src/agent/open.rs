@@ -104,6 +104,7 @@ impl Wish {
 impl Host {
     /// Opens a session. Blocks; call it on the blocking pool.
     pub fn open(self: &Arc<Self>, by: &Caller, wish: Wish) -> Result<Made, Failure> {
+        self.not_draining()?;
         let id = SessionId::fresh();
         let token = fresh_token()?;
         let sent = clock::now();
@@ -118,6 +119,7 @@ impl Host {
             .marks()
             .raise(&wish.workspace, acquired.lease.generation)
             .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))
+            .and_then(|()| self.not_draining())
             .and_then(|()| self.fence_predecessors(&slot, &wish))
             .and_then(|()| self.build(&slot, &acquired.at))
             .and_then(|ticket| self.still_newest(&slot).map(|()| ticket));

@@ -14,6 +14,7 @@ use crate::kernel::cgroup::Cgroup;
 use crate::kernel::clock;
 use crate::kernel::deadlines::Entry;
 use crate::kernel::overlay;
+use crate::model::facts::Fact;
 use crate::model::ids::SessionId;
 use crate::model::journal::{Draft, Journal};
 use crate::model::session::{Session, State};
@@ -180,7 +181,9 @@ impl Host {
             Ok(cgroup) => slot.lock().cgroup = cgroup.map(Arc::new),
             Err(fault) => warn("cgroup", text(fault)),
         }
-        if slot.lock().cgroup.is_none() && slot.session().state != State::Opening {
+        let s = slot.session();
+        let had_one = s.state != State::Opening && !s.facts.has(Fact::Gone);
+        if slot.lock().cgroup.is_none() && had_one {
             self.remake_cgroup(slot);
         }
         let mounted = if slot.dirs.merged.exists() {

@@ -150,8 +150,9 @@ impl Inner {
             State::Fenced | State::Preserved => {
                 let killed = s.facts.has(Fact::Killed);
                 let stopped =
-                    killed || (s.facts.has(Fact::Frozen) && s.policy.fence_to != Fact::Killed);
-                let proved = s.facts.has(Fact::Gone) || (stopped && s.facts.has(Fact::ReadOnly));
+                    killed || (s.facts.has(Fact::Frozen) && s.policy.fence_to < Fact::Killed);
+                let proved = s.facts.has(Fact::Gone)
+                    || (stopped && s.facts.has(Fact::ReadOnly) && s.policy.fence_to != Fact::Gone);
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }
             State::Active => {

@@ -171,7 +171,7 @@ pub fn missing(s: &Session) -> Option<Fact> {
     match s.state {
         State::Fencing | State::Fenced | State::Preserved => {
             let wanted = Fact::ALL.into_iter().filter(|f| *f <= s.policy.fence_to);
-            let needed = wanted.filter(|f| *f != Fact::Killed || s.policy.fence_to == Fact::Killed);
+            let needed = wanted.filter(|f| *f != Fact::Killed || s.policy.fence_to >= Fact::Killed);
             // Who was killed cannot run: stronger than frozen.
             let killed = s.facts.has(Fact::Killed);
             let there = |f: Fact| s.facts.has(f) || (killed && f == Fact::Frozen);

@@ -10,6 +10,7 @@ mod daemons;
 mod demo;
 mod docs;
 mod doctor;
+mod drain;
 mod evidence;
 mod fence;
 mod gc;
@@ -121,6 +122,8 @@ pub enum Verb {
     /// The chained record of what was decided and what the kernel answered.
     #[command(subcommand)]
     Evidence(evidence::Verb),
+    /// Take every session of this host down and refuse new ones; what they wrote is kept.
+    Drain(drain::Drain),
     /// Say how the agent is.
     Status,
     /// Show the evidence as it is written.
@@ -183,6 +186,7 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
         Verb::Preserved(verb) => preserved::main(context, verb),
         Verb::Bundle(verb) => bundle::main(context, verb),
         Verb::Gc(wish) => gc::main(context, wish),
+        Verb::Drain(wish) => drain::main(context, &wish),
         Verb::Status => status::main(context),
         Verb::Events(wish) => evidence::events(context, &wish),
         Verb::Config(verb) => config::main(context, verb),

@@ -370,6 +370,26 @@ pub struct FenceSession {
     pub wait_ms: Option<u64>,
 }
 
+/// `drain`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DrainHost {
+    /// How long to wait for the last session; 60 s if absent.
+    #[serde(default)]
+    pub wait_ms: Option<u64>,
+}
+
+/// What became of a host's sessions.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Drained {
+    /// How many left nothing to keep.
+    pub closed: u64,
+    /// Down: no process, cgroup or mount; their bytes are kept.
+    pub preserved: Vec<SessionView>,
+    /// Not down yet.
+    pub left: Vec<SessionView>,
+}
+
 /// `lease revoke`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -538,6 +558,9 @@ pub struct StatusView {
     pub host: String,
     /// Whether everything stale has `freeze=1` written.
     pub ready: bool,
+    /// Whether sessions are being taken down and new ones refused.
+    #[serde(default)]
+    pub draining: bool,
     /// `sqlite`.
     pub authority: String,
     /// Whether the authority answers, or why not.

@@ -1,6 +1,7 @@
 //! The only door to the agent: what the API may ask, one method a verb. Requests are checked here
 //! and become events or questions to the authority; nothing here decides about a session.
 
+mod drain;
 mod preserved;
 mod sessions;
 mod workspaces;
@@ -123,6 +124,7 @@ impl Agent {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             host: host.id.to_string(),
             ready: shown.ready,
+            draining: host.draining(),
             authority: "sqlite".to_owned(),
             authority_trouble: trouble,
             sessions,

@@ -206,7 +206,8 @@ pub(super) fn on_released(s: &mut Session) -> Step {
                 let reason =
                     s.trouble.clone().unwrap_or_else(|| "kept on the owner's wish".to_owned());
                 s.loss = Some(Loss::Closed { reason });
-                Step::go(preserve(s))
+                let drained = (s.policy.fence_to == Fact::Gone).then_some(Effect::ProveGone);
+                Step::go(preserve(s).into_iter().chain(drained))
             }
         },
         State::Opening

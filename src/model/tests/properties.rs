@@ -107,7 +107,8 @@ fn events() -> impl Strategy<Value = Event> {
 }
 
 fn policies() -> impl Strategy<Value = Policy> {
-    let fence_to = prop_oneof![Just(Fact::Frozen), Just(Fact::ReadOnly), Just(Fact::Killed)];
+    let fence_to =
+        prop_oneof![Just(Fact::Frozen), Just(Fact::ReadOnly), Just(Fact::Killed), Just(Fact::Gone)];
     (any::<bool>(), any::<bool>(), fence_to).prop_map(|(busy, slow, fence_to)| Policy {
         on_busy: if busy { OnBusy::Kill } else { OnBusy::Hold },
         on_slow_freeze: if slow { OnSlowFreeze::Kill } else { OnSlowFreeze::Wait },

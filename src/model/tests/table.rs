@@ -455,3 +455,29 @@ fn a_late_renewal_shows_nothing_of_a_closed_session() {
     s.doubt = Some("the authority was silent".into());
     then(&mut s, Event::Renewed, State::Closed, &[]);
 }
+
+#[test]
+fn a_drained_session_leaves_nothing_but_its_upper() {
+    let policy = Policy { fence_to: Fact::Gone, ..Policy::default() };
+    let drained = |state| Session { policy: policy.clone(), ..session(state) };
+    // One that ends by its close.
+    let mut s = drained(State::Active);
+    close(&mut s, CloseMode::Keep);
+    let read_only = Event::ReadOnly { proof: proof(2), empty: false };
+    then(&mut s, read_only, State::Releasing, &[Effect::Release]);
+    then(&mut s, Event::Released, State::Preserved, &[Effect::Show, Effect::ProveGone]);
+    then(&mut s, failed("prove_gone"), State::Preserved, &[]);
+    then(&mut s, tick(), State::Preserved, &[Effect::ProveGone]);
+    then(&mut s, gone(), State::Preserved, &[]);
+    then(&mut s, tick(), State::Preserved, &[]);
+    assert!(s.disposition.is_none(), "its bytes are kept");
+    // One that was stopped before: frozen, and held from outside.
+    let mut s = drained(State::Preserved);
+    s.facts.prove(Fact::Frozen, proof(1));
+    then(&mut s, tick(), State::Preserved, &[Effect::Kill]);
+    then(&mut s, killed(), State::Preserved, &[Effect::ReadOnly]);
+    let busy = Event::Busy { proof: proof(2), holders: vec![] };
+    then(&mut s, busy, State::Fenced, &[Effect::ProveGone]);
+    then(&mut s, gone(), State::Preserved, &[]);
+    assert!(s.facts.has(Fact::Killed) && !s.safe_to_delete());
+}

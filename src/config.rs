@@ -13,6 +13,7 @@ use toml::Table;
 
 use crate::model::head::Digest;
 use crate::model::lease::checked_ttl;
+use crate::model::limits::Limits;
 use crate::model::session::{AfterDoubt, OnBusy, OnSlowFreeze, Policy};
 
 pub mod duration;
@@ -103,6 +104,8 @@ pub struct Config {
     pub open: OpenKeys,
     /// What commands run as.
     pub workload: WorkloadKeys,
+    /// What a session may use at most, where its opener does not say.
+    pub limits: Limits,
     /// Who may ask.
     pub api: ApiKeys,
 }
@@ -222,6 +225,7 @@ impl Default for Config {
             checkpoint: CheckpointKeys::default(),
             open: OpenKeys::default(),
             workload: WorkloadKeys::default(),
+            limits: Limits::default(),
             api: ApiKeys::default(),
             state_dir,
             runtime_dir,
@@ -345,6 +349,9 @@ impl Config {
             if span.is_zero() {
                 return Err((key, "it is zero; choose a longer time".into()));
             }
+        }
+        if self.limits.pids == Some(0) {
+            return Err(("limits.pids", "no process could run; choose at least 1".into()));
         }
         for (key, id) in [("workload.uid", self.workload.uid), ("workload.gid", self.workload.gid)]
         {

@@ -24,6 +24,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i8_restart_and_upgrade_disturb_no_session", run: undisturbed },
         Test { name: "stop_leaves_sessions_and_the_socket_starts_the_agent", run: stopped },
         Test { name: "drain_takes_every_session_down_and_keeps_what_it_wrote", run: drained },
+        Test { name: "limits_bound_a_session_or_are_refused_by_name", run: limited },
         Test { name: "the_watchdog_restarts_a_stopped_agent", run: watchdog },
         Test { name: "i9_a_reboot_ends_leases_and_keeps_uppers", run: rebooted },
     ]
@@ -245,6 +246,10 @@ fn ready_after_freeze(place: &Place) {
 fn undisturbed(place: &Place) {
     let machine = Machine::boot(place);
     let mut three = Three::open(&machine);
+    // With one of these, a service that kept the sessions below its own cgroup would not start again.
+    let enabled = machine.enable_for_sessions();
+    assert!(!enabled.is_empty(), "this host's cgroup v2 offers no controller at all");
+    eprintln!("with {enabled:?} enabled for the sessions");
     let before = three.places(&machine);
     let kill = |unit: &str| {
         let pid = machine.main_pid(unit);
@@ -385,6 +390,65 @@ fn drained(place: &Place) {
     }
     assert_eq!(left_of_sessions(&machine), Vec::<String>::new());
     assert_eq!(machine.tell(&["evidence", "verify"])["ok"], true);
+}
+
+/// Each limit where this host has its controller; else the error that names it.
+fn limited(place: &Place) {
+    let machine = Machine::boot(place);
+    let offered = machine::offered();
+    for (controller, value, file, written) in [
+        ("memory", "64M", "memory.max", "67108864"),
+        ("pids", "20", "pids.max", "20"),
+        ("cpu", "0.5", "cpu.max", "50000 100000"),
+    ] {
+        let flag = format!("--{controller}");
+        let args = [
+            "overfence",
+            "session",
+            "open",
+            "-w",
+            controller,
+            "--create",
+            &flag,
+            value,
+            "-o",
+            "json",
+        ];
+        if !offered.contains(&controller) {
+            let refused = machine.run(&args);
+            let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+            assert_eq!(refused.status.code(), Some(1), "{said}");
+            assert!(said.starts_with("overfence: unsupported: "), "{said}");
+            assert!(said.contains(&format!("controller `{controller}`")), "{said}");
+            let workspace = machine.tell(&["workspace", "status", controller]);
+            assert_eq!(workspace["generation"], 0, "a lease was taken: {workspace:#}");
+            continue;
+        }
+        let opened: serde_json::Value = serde_json::from_str(&machine.must(&args)).unwrap();
+        let id = id_of(&opened);
+        assert_eq!(opened["session"]["limits"].as_object().unwrap().len(), 1, "{opened:#}");
+        let read = || fs::read_to_string(machine.cgroup_of(&id).join(file)).unwrap();
+        assert_eq!(read().trim(), written, "{file}");
+        machine.must(&["systemctl", "restart", AGENT]);
+        assert_eq!(read().trim(), written, "{file} after a restart");
+        machine.tell(&["session", "close", &id]);
+    }
+    if offered.contains(&"memory") {
+        let hog = "head -c 300M /dev/zero | tail";
+        let args =
+            ["overfence", "run", "-w", "hog", "--create", "--memory", "64M", "--", "sh", "-c", hog];
+        let ended = machine.run(&args);
+        assert_ne!(ended.status.code(), Some(0), "300 MiB in 64 MiB of memory");
+    }
+    // A default that cannot be had refuses each open, too.
+    if !offered.contains(&"pids") {
+        let conf = machine.root.join("etc/overfence");
+        fs::create_dir_all(&conf).unwrap();
+        fs::write(conf.join("config.toml"), "[limits]\npids = 10\n").unwrap();
+        machine.must(&["systemctl", "restart", AGENT]);
+        assert_eq!(machine.ask(&["session", "open", "-w", "d", "--create"]).0, 1);
+    }
+    assert_eq!(left_of_sessions(&machine), Vec::<String>::new());
 }
 
 fn watchdog(place: &Place) {

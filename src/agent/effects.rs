@@ -88,7 +88,7 @@ impl Host {
         let path = self.paths.cgroup(slot.id);
         let cgroup = match Cgroup::open(&path).map_err(text)? {
             Some(cgroup) => cgroup,
-            None => self.make_cgroup(slot.id).map_err(text)?,
+            None => self.make_cgroup(slot.id, &inner.session.limits).map_err(text)?,
         };
         let cgroup = Arc::new(cgroup);
         inner.cgroup = Some(Arc::clone(&cgroup));

@@ -19,8 +19,10 @@ use crate::kernel::cgroup::{self, Cgroup};
 use crate::kernel::deadlines::{Deadline, Table};
 use crate::kernel::events::CgroupEvents;
 use crate::kernel::gone::{Gone, Probe, UnmountWatch, index_probe};
+use crate::kernel::limits;
 use crate::model::facts::Proof;
 use crate::model::ids::{BootId, HostId, SessionId};
+use crate::model::limits::Limits;
 use crate::model::session::Session;
 use crate::model::time::BootNs;
 use crate::store::Store;
@@ -215,11 +217,22 @@ impl Host {
         self.deadlines.set(inner.session.id, deadline);
     }
 
-    /// Makes a session's cgroup, and its parent if that was removed: systemd does so with the
-    /// directory of a unit that has no process.
-    pub fn make_cgroup(&self, id: SessionId) -> crate::kernel::Result<Cgroup> {
-        cgroup::make_parent(&self.paths.cgroups)?;
-        Cgroup::create(&self.paths.cgroup(id))
+    /// Makes a session's cgroup with its limits, and its parent if that was removed: systemd does
+    /// so with the directory of a unit that has no process.
+    pub fn make_cgroup(&self, id: SessionId, limits: &Limits) -> crate::kernel::Result<Cgroup> {
+        self.enable_limits(limits)?;
+        let cgroup = Cgroup::create(&self.paths.cgroup(id))?;
+        limits::apply(cgroup.path(), limits)?;
+        Ok(cgroup)
+    }
+
+    /// Has what limits need in the sessions' cgroups, or says what is missing.
+    pub fn enable_limits(&self, limits: &Limits) -> crate::kernel::Result<()> {
+        let parent = &self.paths.cgroups;
+        cgroup::make_parent(parent)?;
+        let depth = self.paths.parent.components().count();
+        let root = parent.ancestors().nth(depth).unwrap_or(parent);
+        limits::enable(root, parent, limits)
     }
 
     /// A session's cgroup as the hierarchy names it, as in `/proc/PID/cgroup`.

@@ -24,6 +24,7 @@ use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
+use crate::model::limits::Limits;
 use crate::model::session::{Loss, Policy, RunAs, Session, State};
 use crate::model::step::Event;
 use crate::model::view::OpenSession;
@@ -53,6 +54,7 @@ pub struct Wish {
     ttl: Duration,
     max_lifetime: Duration,
     run_as: RunAs,
+    limits: Limits,
     policy: Policy,
     force: bool,
     wait: Duration,
@@ -68,6 +70,12 @@ impl Wish {
         let uid = wish.uid.unwrap_or(host.config.workload.uid);
         let gid =
             wish.gid.unwrap_or(if wish.uid.is_some() { uid } else { host.config.workload.gid });
+        let limits = wish.limits.or(host.config.limits);
+        // Before a lease is taken for a session that could not be bounded.
+        host.enable_limits(&limits).map_err(|e| match &e {
+            crate::kernel::Error::NoController { .. } => Failure::new(Code::Unsupported, text(e)),
+            _ => Failure::new(Code::Internal, text(e)),
+        })?;
         let mut policy = host.config.policy();
         if let Some(on_busy) = wish.on_busy {
             policy.on_busy = on_busy;
@@ -93,6 +101,7 @@ impl Wish {
                 host_network: wish.host_network
                     || host.config.workload.network == crate::config::Network::Host,
             },
+            limits,
             policy,
             force: wish.force,
             wait: wish.wait_ms.map_or(host.config.open.predecessor_wait, Duration::from_millis),
@@ -197,6 +206,7 @@ impl Host {
             holder: wish.holder,
             token: hash_token(token),
             run_as: wish.run_as,
+            limits: wish.limits,
             ttl: wish.ttl,
             ends: acquired.lease.ends.ns,
             base: acquired.at.clone(),
@@ -309,8 +319,9 @@ impl Host {
         {
             let mut inner = slot.lock();
             self.refresh_deadline(&inner);
-            let cgroup =
-                self.make_cgroup(s.id).map_err(|e| Failure::new(Code::Internal, text(e)))?;
+            let cgroup = self
+                .make_cgroup(s.id, &s.limits)
+                .map_err(|e| Failure::new(Code::Internal, text(e)))?;
             inner.cgroup = Some(Arc::new(cgroup));
         }
         self.give_root(&dirs.upper, &lowers, s.run_as)?;

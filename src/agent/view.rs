@@ -31,6 +31,7 @@ impl Host {
             generation: s.generation.0,
             holder: s.holder,
             ttl_ms: ms(s.ttl),
+            limits: s.limits,
             remaining_ms: s.holds_lease().then(|| remaining(&inner)),
             may_publish: s.holds_lease() && s.state != State::Opening && s.doubt.is_none(),
             doubt: s.doubt.clone(),

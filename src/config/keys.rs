@@ -73,6 +73,15 @@ const KEYS: &[(&str, &str, &str)] = &[
          which opens its abstract sockets and loopback services to the workload.",
         "",
     ),
+    (
+        "limits.memory",
+        "Most memory the processes of a session may use, with the page cache they fill and without \
+         swap. Limits need controllers of cgroup v2; one that is missing is an error of each open. \
+         Default: none.",
+        "2G",
+    ),
+    ("limits.pids", "Most processes and threads of a session. Default: none.", "500"),
+    ("limits.cpu", "Most CPU time of a session, in CPUs. Default: none.", "1.5"),
     ("api.group", "Members operate. That is equivalent to root on this host.", ""),
     ("api.view_group", "Members read.", ""),
     (
@@ -94,7 +103,12 @@ pub(super) fn of_variable(name: &str) -> Option<&'static str> {
 
 /// Whether a key takes a number.
 pub(super) fn is_number(key: &str) -> bool {
-    matches!(value(&Config::default(), key), Some(Value::Integer(_)))
+    let example = KEYS.iter().find(|(known, ..)| *known == key).map(|(.., text)| example(text));
+    matches!(value(&Config::default(), key).or(example), Some(Value::Integer(_)))
+}
+
+fn example(text: &str) -> Value {
+    text.parse::<i64>().map_or_else(|_| Value::from(text), Value::Integer)
 }
 
 fn value(config: &Config, key: &str) -> Option<Value> {
@@ -132,8 +146,8 @@ pub fn default_toml() -> String {
     let head = "# Configuration of overfence. Later wins: default, this file, conf.d/*.toml by name, the\n\
                 # environment (lease.ttl is OVERFENCE_LEASE_TTL), flags. A span of time is a number\n\
                 # with its unit: \"500ms\", \"30s\", \"72h\". Every key is shown at its default.\n\n";
-    let body = listed(|text, (key, meaning, example)| {
-        let value = value(&default, key).unwrap_or_else(|| Value::from(*example));
+    let body = listed(|text, (key, meaning, sample)| {
+        let value = value(&default, key).unwrap_or_else(|| example(sample));
         for line in wrapped(meaning, 96) {
             text.push_str(&format!("# {line}\n"));
         }
@@ -177,6 +191,7 @@ mod tests {
         let mut config = Config::default();
         config.api.metrics_listen = "127.0.0.1:1".parse().ok();
         config.cgroup = Some("c".into());
+        config.limits = toml::from_str("memory = '1G'\npids = 1\ncpu = '1'").unwrap();
         let table = Table::try_from(&config).unwrap();
         let mut leaves = std::collections::BTreeSet::new();
         for (key, value) in &table {
@@ -191,6 +206,9 @@ mod tests {
         assert_eq!(leaves, listed);
     }
 
+    const NO_DEFAULT: [&str; 5] =
+        ["#metrics_listen = ", "#cgroup = ", "#memory = ", "#pids = ", "#cpu = "];
+
     #[test]
     fn the_default_text_is_the_default_both_ways() {
         let text = default_toml();
@@ -198,10 +216,10 @@ mod tests {
         let open: String = text
             .lines()
             .filter(|line| !line.starts_with("# "))
-            .filter(|line| !line.contains("metrics_listen") && !line.starts_with("#cgroup"))
+            .filter(|line| !NO_DEFAULT.iter().any(|key| line.starts_with(key)))
             .map(|line| format!("{}\n", line.strip_prefix('#').unwrap_or(line)))
             .collect();
-        assert_eq!(open.matches(" = ").count(), KEYS.len() - 2);
+        assert_eq!(open.matches(" = ").count(), KEYS.len() - NO_DEFAULT.len());
         assert_eq!(toml::from_str::<Config>(&open).unwrap(), Config::default());
     }
 }

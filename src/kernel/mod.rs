@@ -33,6 +33,7 @@ pub mod gone;
 pub mod holders;
 pub mod idmap;
 pub mod launch;
+pub mod limits;
 pub mod mountinfo;
 pub mod ns;
 pub mod overlay;
@@ -73,6 +74,14 @@ pub enum Error {
          systemd.unified_cgroup_hierarchy=1, or mount cgroup2 at /sys/fs/cgroup/unified"
     )]
     V1Only,
+    /// A limit was asked for that needs a controller which the sessions' cgroups do not have.
+    #[error("no limit by the cgroup controller `{controller}`: {reason}")]
+    NoController {
+        /// `memory`, `pids` or `cpu`.
+        controller: &'static str,
+        /// Where it is missing, and how to have it.
+        reason: String,
+    },
     /// The running kernel lacks something.
     #[error("this kernel does not have {feature}; `overfence doctor` lists what is needed")]
     TooOld {

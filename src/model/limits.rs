@@ -105,8 +105,10 @@ impl FromStr for Cpus {
         if !plain(whole) || !plain(part) || part.len() > 3 {
             return Err(fault());
         }
-        let (whole, part): (u64, u64) =
-            (whole.parse().map_err(|_| fault())?, format!("{part:0<3}").parse().map_err(|_| fault())?);
+        let (whole, part): (u64, u64) = (
+            whole.parse().map_err(|_| fault())?,
+            format!("{part:0<3}").parse().map_err(|_| fault())?,
+        );
         let millis = whole.checked_mul(1000).and_then(|n| n.checked_add(part)).ok_or_else(fault)?;
         // The kernel takes a quota of 1 ms in 100 ms at least, and no more than fits its clock.
         if (10..=1_000_000_000).contains(&millis) { Ok(Self(millis)) } else { Err(fault()) }

@@ -217,6 +217,18 @@ impl Machine {
         self.cgroups.join("system.slice/overfence-sessions.service").join(id)
     }
 
+    /// Enables controllers for the sessions' cgroups, as limits do; which.
+    pub fn enable_for_sessions(&self) -> Vec<&'static str> {
+        let slice = self.cgroups.join("system.slice");
+        let sessions = slice.join("overfence-sessions.service");
+        for dir in [&self.cgroup, &self.cgroups, &slice, &sessions] {
+            for controller in at_hand() {
+                fs::write(dir.join("cgroup.subtree_control"), format!("+{controller}")).unwrap();
+            }
+        }
+        at_hand()
+    }
+
     /// `systemctl reboot`, and up again.
     pub fn reboot(&mut self) {
         self.run(&["systemctl", "reboot"]);
@@ -306,9 +318,18 @@ fn source(path: &str) -> PathBuf {
 
 /// The controllers of [`CONTROLLERS`] that this host's cgroup v2 offers.
 pub fn offered() -> Vec<&'static str> {
+    CONTROLLERS.into_iter().filter(|c| offers(c)).collect()
+}
+
+fn offers(controller: &str) -> bool {
     let path = crate::host::cgroup2_root().join("cgroup.controllers");
-    let offered = fs::read_to_string(path).unwrap();
-    CONTROLLERS.into_iter().filter(|c| offered.split_whitespace().any(|o| o == *c)).collect()
+    fs::read_to_string(path).unwrap().split_whitespace().any(|offered| offered == controller)
+}
+
+/// Whatever this host has that makes a cgroup refuse processes of its own beside children: on a
+/// hybrid host that is left of the controllers, and enough for this.
+fn at_hand() -> Vec<&'static str> {
+    CONTROLLERS.into_iter().chain(["hugetlb"]).filter(|c| offers(c)).collect()
 }
 
 /// Enables what this host offers for `cgroup`; nspawn and systemd pass it on.
@@ -318,7 +339,7 @@ fn enable_controllers(cgroup: &Path) {
         cgroup.ancestors().skip(1).take_while(|p| p.starts_with(&root)).collect();
     above.reverse();
     for parent in above {
-        for controller in offered() {
+        for controller in at_hand() {
             fs::write(parent.join("cgroup.subtree_control"), format!("+{controller}")).unwrap();
         }
     }

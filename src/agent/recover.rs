@@ -211,7 +211,8 @@ impl Host {
     /// A missing cgroup with a good record is made again; a fenced one is frozen as recorded by
     /// the step that follows.
     fn remake_cgroup(&self, slot: &Arc<Slot>) {
-        match self.make_cgroup(slot.id, &s.limits) {
+        let limits = slot.session().limits;
+        match self.make_cgroup(slot.id, &limits) {
             Ok(cgroup) => slot.lock().cgroup = Some(Arc::new(cgroup)),
             Err(fault) => {
                 tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the cgroup could not be made again: {}", text(fault))

@@ -17,6 +17,8 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i1_competing_takeovers_give_one_owner", run: takeovers },
         Test { name: "force_revokes_and_freezes_the_predecessor", run: forced },
         Test { name: "a_stopped_command_loses_its_process_lease", run: process_holder },
+        Test { name: "closed_sessions_leave_the_agent_no_descriptor", run: no_descriptors_left },
+        Test { name: "commands_of_exec_hold_a_process_lease_opened_without_one", run: exec_holds },
         Test { name: "i4_grace_removes_and_keep_keeps", run: grace },
         Test { name: "lowers_of_any_bytes_become_the_first_layers", run: lowers },
         Test { name: "a_mapped_root_is_root_in_the_layer", run: mapped_root },
@@ -253,6 +255,41 @@ fn process_holder(place: &Place) {
     assert!(std::path::Path::new(&format!("/proc/{pid}")).exists());
     let events = std::fs::read_to_string(path_of(&view, "cgroup").join("cgroup.events")).unwrap();
     assert!(events.contains("populated 1") && events.contains("frozen 1"), "{events}");
+    host.must(&["preserved", "discard", &id, "--yes"]);
+}
+
+fn no_descriptors_left(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let open = || {
+        let proc = format!("/proc/{}/fd", host.agent_pid());
+        std::fs::read_dir(proc).unwrap().count()
+    };
+    let cycle = || {
+        let opened = host.open("w", "60s");
+        host.must(&["session", "close", &id_of(&opened), "--discard", "--yes"]);
+    };
+    // The first one opens what stays: the database's readers, the runtime's descriptors.
+    cycle();
+    let before = open();
+    for _ in 0..5 {
+        cycle();
+    }
+    wait(Duration::from_secs(5), "the descriptors of closed sessions", || open() <= before);
+}
+
+fn exec_holds(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let opened = host
+        .must(&["session", "open", "-w", "w", "--create", "--ttl", "1s", "--holder", "process"]);
+    let id = id_of(&opened);
+    let mut exec = cli(&host, &["session", "exec", &id, "--", "sleep", "3"]).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(2500));
+    assert_eq!(host.must(&["session", "inspect", &id])["state"], "ACTIVE");
+    assert_eq!(exec.wait().unwrap().code(), Some(0));
+    let view = host.until(&id, |v| has(v, "read-only"));
+    assert!(view["loss"].as_str().unwrap().contains("no sign of life"), "{view:#}");
     host.must(&["preserved", "discard", &id, "--yes"]);
 }
 

@@ -36,14 +36,8 @@ pub fn with_agent<F: Future<Output = ()>>(place: &Place, body: impl FnOnce(Agent
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        let (agent, mut sockets) = agent::start(config(place)).await.unwrap();
-        let served = agent.clone();
-        tokio::spawn(async move {
-            while let Some((id, listener)) = sockets.recv().await {
-                let listener = tokio::net::UnixListener::from_std(listener).unwrap();
-                tokio::spawn(overfence::api::serve_session(served.clone(), id, listener));
-            }
-        });
+        let (agent, sockets) = agent::start(config(place)).await.unwrap();
+        overfence::api::serve_sessions(agent.clone(), sockets).unwrap();
         body(agent.clone()).await;
         agent.stop();
     });

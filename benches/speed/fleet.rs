@@ -142,16 +142,19 @@ fn mount_count(rig: &Rig) -> usize {
 /// What an agent costs whose sessions do nothing but live.
 fn idle(rig: &Rig, beats: &Beats) {
     let proc = format!("/proc/{}", rig.host.agent_pid());
+    // What its threads ran, in nanoseconds: ticks are too coarse for what sleeps nearly always.
     let cpu = || -> u64 {
-        // utime and stime, in ticks.
-        let stat = fs::read_to_string(format!("{proc}/stat")).unwrap();
-        let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
-        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+        let threads = fs::read_dir(format!("{proc}/task")).unwrap();
+        let of = |thread: std::io::Result<fs::DirEntry>| {
+            let ran =
+                fs::read_to_string(thread.unwrap().path().join("schedstat")).unwrap_or_default();
+            ran.split_whitespace().next().map_or(0, |ns| ns.parse::<u64>().unwrap())
+        };
+        threads.map(of).sum()
     };
-    let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).unwrap().unwrap();
     let (begun, before, given) = (Instant::now(), cpu(), beats.given.load(Ordering::Relaxed));
     std::thread::sleep(IDLE);
-    let used = (cpu() - before) as f64 / ticks as f64;
+    let used = (cpu() - before) as f64 / 1e9;
     let given = beats.given.load(Ordering::Relaxed) - given;
     let status = fs::read_to_string(format!("{proc}/status")).unwrap();
     let of = |key: &str| {

@@ -26,6 +26,11 @@ pub struct Rig {
 impl Rig {
     pub fn new(place: &Place) -> Self {
         let mut host = Host::new(place, "h");
+        // As on a host, where /run is memory.
+        let run = host.dir.join("run");
+        fs::create_dir(&run).unwrap();
+        let none = nix::mount::MsFlags::empty();
+        nix::mount::mount(Some("run"), &run, Some("tmpfs"), none, Some("mode=0755")).unwrap();
         assert!(host.start(None), "the agent died: {}", host.log());
         let client = Client::new(&host.dir.join("run/overfence.sock"), None).unwrap();
         Self { host, client }
@@ -62,10 +67,12 @@ impl Rig {
         BootNs(shown["deadline"].as_u64().unwrap())
     }
 
-    /// Waits for a session's freeze to be proved, and gives it up after that.
+    /// Waits for a session's freeze to be proved and for policy to be done with it, and gives it up
+    /// after that.
     pub fn frozen_then_discard(&self, id: &str) -> BootNs {
         let at = loop {
-            if let Some(at) = frozen(&self.session(id)) {
+            let view = self.session(id);
+            if let (Some(at), "PRESERVED") = (frozen(&view), view.state.as_str()) {
                 break at;
             }
             std::thread::sleep(Duration::from_millis(2));

@@ -2,10 +2,10 @@
 //! where that is allowed, so that a lost lease is a freeze within a millisecond whatever the rest
 //! of the agent does. The keeper is the second line and needs no agent.
 
-use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::agenda::Agenda;
 use super::host::Host;
 use super::pulse::Part;
 use super::slot::Slot;
@@ -21,62 +21,33 @@ use crate::model::time::BootNs;
 /// missed, so the holder is not blamed.
 const STALLED: Duration = Duration::from_millis(500);
 
-/// Deadlines by time.
+/// Deadlines by time, and what wakes their thread.
 #[derive(Debug)]
 pub struct Deadlines {
-    inner: Mutex<Ordered>,
+    agenda: Mutex<Agenda>,
     waker: Waker,
-}
-
-#[derive(Debug, Default)]
-struct Ordered {
-    by_time: BTreeSet<(BootNs, SessionId)>,
-    of: HashMap<SessionId, BootNs>,
 }
 
 impl Deadlines {
     /// None yet.
     pub fn new() -> crate::kernel::Result<Self> {
-        Ok(Self { inner: Mutex::default(), waker: Waker::new()? })
+        Ok(Self { agenda: Mutex::default(), waker: Waker::new()? })
     }
 
-    fn ordered(&self) -> std::sync::MutexGuard<'_, Ordered> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn agenda(&self) -> std::sync::MutexGuard<'_, Agenda> {
+        self.agenda.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sets a session's deadline.
     pub fn set(&self, id: SessionId, at: BootNs) {
-        let mut ordered = self.ordered();
-        if let Some(old) = ordered.of.insert(id, at) {
-            ordered.by_time.remove(&(old, id));
-        }
-        ordered.by_time.insert((at, id));
-        if ordered.by_time.first() == Some(&(at, id)) {
+        if self.agenda().set(id, at) {
             self.waker.wake();
         }
     }
 
     /// Forgets a session.
     pub fn remove(&self, id: SessionId) {
-        let mut ordered = self.ordered();
-        if let Some(old) = ordered.of.remove(&id) {
-            ordered.by_time.remove(&(old, id));
-        }
-    }
-
-    fn first(&self) -> Option<BootNs> {
-        self.ordered().by_time.first().map(|(at, _)| *at)
-    }
-
-    fn passed(&self, now: BootNs) -> Vec<SessionId> {
-        let mut ordered = self.ordered();
-        let mut passed = Vec::new();
-        while let Some((at, id)) = ordered.by_time.first().copied().filter(|(at, _)| *at <= now) {
-            ordered.by_time.remove(&(at, id));
-            ordered.of.remove(&id);
-            passed.push(id);
-        }
-        passed
+        self.agenda().remove(id);
     }
 
     /// Wakes the thread, so that it sees that the agent stops.
@@ -89,7 +60,8 @@ impl Deadlines {
 pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
     let timer = BootTimer::new()?;
     while !host.stopping() {
-        match host.deadlines.first() {
+        let first = host.deadlines.agenda().first();
+        match first {
             Some(at) => timer.arm(at)?,
             None => timer.disarm()?,
         }
@@ -97,10 +69,13 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
         host.deadlines.waker.drain();
         host.pulse.beat(Part::Deadlines);
         let now = clock::now();
-        let due: Vec<_> =
-            host.deadlines.passed(now).into_iter().filter_map(|id| host.slot(id)).collect();
+        let due = host.deadlines.agenda().take_due(now);
         // The wish is written for all of them first, then each is asked for its proof.
-        let due: Vec<_> = due.into_iter().filter_map(|slot| stop(host, &slot, now)).collect();
+        let due: Vec<_> = due
+            .into_iter()
+            .filter_map(|id| host.slot(id))
+            .filter_map(|slot| stop(host, &slot, now))
+            .collect();
         for (slot, deadline, loss) in &due {
             let revoke = !matches!(loss, Loss::Doubt { .. });
             let event = Event::LeaseLost { loss: loss.clone(), revoke };
@@ -108,10 +83,10 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
             host.apply_locked(&mut inner, event, "agent");
             host.metrics.fenced_after(&inner.session, *deadline);
         }
-        // Only once all of them stand still: hundreds of workers would compete with the freezes.
-        for (slot, ..) in &due {
-            host.wake(slot);
-        }
+        // Only once all of them stand still, and not by this thread: hundreds of workers would
+        // compete with the freezes, and starting them would delay the next deadline.
+        let waking = Arc::clone(host);
+        host.runtime.spawn_blocking(move || due.iter().for_each(|(slot, ..)| waking.wake(slot)));
     }
     Ok(())
 }
@@ -179,18 +154,5 @@ mod tests {
             why(&Some("x".into()), Bound::Lifetime, true, late(1)),
             Loss::Expired { bound: Bound::Lifetime }
         );
-    }
-
-    #[test]
-    fn deadlines_come_in_order_and_can_move() {
-        let deadlines = Deadlines::new().unwrap();
-        let (a, b) = (SessionId::from_u128(1), SessionId::from_u128(2));
-        deadlines.set(a, BootNs(50));
-        deadlines.set(b, BootNs(40));
-        deadlines.set(b, BootNs(60));
-        assert_eq!(deadlines.first(), Some(BootNs(50)));
-        assert_eq!(deadlines.passed(BootNs(55)), vec![a]);
-        deadlines.remove(b);
-        assert_eq!(deadlines.passed(BootNs(100)), vec![]);
     }
 }

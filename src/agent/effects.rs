@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::host::Host;
+use super::host::{Host, SessionSocket};
 use super::slot::{Slot, draft};
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome};
@@ -113,10 +113,12 @@ impl Host {
     /// slot's lock: a lease that is lost meanwhile freezes after this and not before it.
     fn thaw(&self, slot: &Arc<Slot>) -> Answered {
         let cgroup = self.cgroup(slot)?;
-        let inner = slot.lock();
+        let mut inner = slot.lock();
         if !inner.session.holds_lease() {
             return Ok(vec![]);
         }
+        // Its holder could not speak until now.
+        self.vouch(&mut inner, clock::now());
         let state = cgroup.state().map_err(text)?;
         if !state.freeze {
             let (asked, answer) = ("cgroup.freeze".to_owned(), state.to_string());
@@ -396,7 +398,9 @@ impl Host {
                 }
             }
         }
-        super::show::remove(&self.paths, slot.id).map_err(text)
+        super::show::remove(&self.paths, slot.id).map_err(text)?;
+        let _ = self.sockets.send(SessionSocket::Gone { session: slot.id });
+        Ok(())
     }
 
     fn remove(&self, slot: &Slot, s: &Session) -> Answered {

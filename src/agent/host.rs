@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use super::agenda::Agenda;
 use super::deadlines::Deadlines;
 use super::effects::text;
 use super::metrics::Metrics;
@@ -29,8 +30,22 @@ use crate::store::Store;
 use crate::upper::remove::SessionDirs;
 use crate::upper::store::LayerStore;
 
-/// A session socket for the API to serve.
-pub type SessionSocket = (SessionId, std::os::unix::net::UnixListener);
+/// What the API is told of the sockets inside sessions.
+#[derive(Debug)]
+pub enum SessionSocket {
+    /// One to serve; it takes the place of an earlier one of the session.
+    Made {
+        /// Whose.
+        session: SessionId,
+        /// Bound, and not blocking.
+        listener: std::os::unix::net::UnixListener,
+    },
+    /// The session is no more.
+    Gone {
+        /// Which.
+        session: SessionId,
+    },
+}
 
 /// Shared by all threads and tasks of the agent.
 pub struct Host {
@@ -50,6 +65,8 @@ pub struct Host {
     pub layers: LayerStore,
     /// The agent's deadline timer.
     pub deadlines: Deadlines,
+    /// When each lease is to be looked at for its renewal.
+    pub(super) renewals: Mutex<Agenda>,
     /// Watches overlays until their superblocks die.
     pub gone: GoneProver,
     /// Watches the sealed cgroups.
@@ -119,6 +136,7 @@ impl Host {
             authority,
             layers,
             deadlines: Deadlines::new()?,
+            renewals: Mutex::default(),
             events: CgroupEvents::new()?,
             metrics: Metrics::new(),
             pulse: Pulse::default(),
@@ -208,13 +226,19 @@ impl Host {
         self.table().set(&entry).map_err(text)
     }
 
-    /// Tells the keeper and the timer a deadline that moved.
+    /// When leases are to be looked at.
+    pub fn renewals(&self) -> MutexGuard<'_, Agenda> {
+        self.renewals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the keeper and the timer a deadline that moved, and that there is a lease to renew.
     pub fn refresh_deadline(&self, inner: &Inner) {
         let (deadline, _) = inner.deadline();
         if let Err(fault) = self.enter_deadline(&inner.session, deadline) {
             tracing::error!(OVERFENCE_SESSION = %inner.session.id, OVERFENCE_WORKSPACE = %inner.session.workspace, "the keeper's entry was not written: {fault}");
         }
         self.deadlines.set(inner.session.id, deadline);
+        self.renewals().set_if_none(inner.session.id, inner.lease.next);
     }
 
     /// Makes a session's cgroup with its limits, and its parent if that was removed: systemd does

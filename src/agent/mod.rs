@@ -17,6 +17,7 @@
 //! It may use authority, store, upper, kernel, model, and the types by which the workload room is
 //! told where to place a command.
 
+mod agenda;
 mod deadlines;
 mod effects;
 pub mod failure;

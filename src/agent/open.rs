@@ -13,7 +13,7 @@ use sha2::Digest as _;
 
 use super::effects::text;
 use super::failure::{Caller, Failure};
-use super::host::Host;
+use super::host::{Host, SessionSocket};
 use super::slot::{LeaseClock, Slot, draft};
 use crate::kernel::clock;
 use crate::kernel::idmap::IdMap;
@@ -25,7 +25,7 @@ use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
 use crate::model::limits::Limits;
-use crate::model::session::{Loss, Policy, RunAs, Session, State};
+use crate::model::session::{FenceWish, Loss, Policy, RunAs, Session, State};
 use crate::model::step::Event;
 use crate::model::view::OpenSession;
 use crate::model::workspace::{Acquire, Acquired, Predecessor, Refusal};
@@ -214,6 +214,7 @@ impl Host {
             own_layer: None,
             labels: wish.labels.clone(),
             policy: wish.policy.clone(),
+            fence: FenceWish::default(),
             state: State::Opening,
             work: None,
             facts: crate::model::facts::Facts::default(),
@@ -238,7 +239,8 @@ impl Host {
             .slots()
             .into_iter()
             .filter(|other| {
-                let other = other.session();
+                // Not by a copy each: there can be a thousand others.
+                let other = &other.lock().session;
                 other.workspace == own.workspace && other.generation < own.generation
             })
             .collect();
@@ -368,7 +370,7 @@ impl Host {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666))?;
         listener.set_nonblocking(true)?;
         // Without an API (in shutdown) nobody takes it.
-        let _ = self.sockets.send((id, listener));
+        let _ = self.sockets.send(SessionSocket::Made { session: id, listener });
         Ok(())
     }
 

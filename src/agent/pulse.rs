@@ -16,13 +16,16 @@ pub enum Part {
     Renew,
     /// The reconciler's clock.
     Sweep,
+    /// The sockets inside the sessions, by which holders beat.
+    Sockets,
 }
 
-const PARTS: [(Part, &str); 4] = [
+const PARTS: [(Part, &str); 5] = [
     (Part::Deadlines, "deadlines"),
     (Part::Watch, "watch"),
     (Part::Renew, "renew"),
     (Part::Sweep, "sweep"),
+    (Part::Sockets, "sockets"),
 ];
 
 /// The question's number, and the last one that each part answered.
@@ -64,6 +67,7 @@ mod tests {
         assert_eq!(pulse.ask(), Ok(()), "nobody was asked before");
         pulse.beat(Part::Deadlines);
         pulse.beat(Part::Renew);
+        pulse.beat(Part::Sockets);
         assert_eq!(pulse.ask(), Err(vec!["watch", "sweep"]));
         pulse.beat(Part::Watch);
         assert_eq!(pulse.ask(), Err(vec!["sweep"]));

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::host::Host;
 use super::pulse::Part;
-use super::slot::{Slot, agent_vouches};
+use super::slot::{Inner, Slot, agent_vouches, renewal_due};
 use crate::authority::Renewal;
 use crate::kernel::clock;
 use crate::model::code::Code;
@@ -39,25 +39,24 @@ struct Due {
     ttl: Duration,
 }
 
+/// Looks at the leases whose time has come. One whose holder was silent is looked at again soon.
 fn due(host: &Host) -> Vec<Due> {
     let now = clock::now();
-    let max_freeze = host.config.checkpoint.max_freeze;
+    let looked = host.renewals().take_due(now);
     let mut due = Vec::new();
-    for slot in host.slots() {
+    for slot in looked.into_iter().filter_map(|id| host.slot(id)) {
         let mut inner = slot.lock();
-        if agent_vouches(&inner, now, max_freeze) {
-            inner.lease.signs.holder = now;
-            inner.lease.signed = true;
-        }
         let s = &inner.session;
-        let wanted = matches!(s.state, State::Active | State::Releasing);
-        if wanted && inner.lease.signed && now >= inner.lease.next {
-            let renewal = Renewal {
-                workspace: s.workspace.clone(),
-                lease: s.lease,
-                generation: s.generation,
-            };
-            let ttl = s.ttl;
+        if !matches!(s.state, State::Opening | State::Active | State::Releasing) {
+            continue;
+        }
+        let (opening, ttl) = (s.state == State::Opening, s.ttl);
+        let renewal =
+            Renewal { workspace: s.workspace.clone(), lease: s.lease, generation: s.generation };
+        host.vouch(&mut inner, now);
+        let again = now.plus((ttl / 30).max(PASS));
+        host.renewals().set(slot.id, inner.lease.next.max(again));
+        if inner.lease.signed && !opening && now >= inner.lease.next {
             drop(inner);
             due.push(Due { slot, renewal, ttl });
         }
@@ -71,7 +70,8 @@ async fn renew(host: &Arc<Host>, due: Vec<Due>) {
         // Signs that come from now on count for the next renewal.
         let mut inner = d.slot.lock();
         inner.lease.signed = false;
-        inner.lease.next = sent.plus(d.ttl / 3);
+        inner.lease.next = renewal_due(sent, d.ttl);
+        host.renewals().set(d.slot.id, inner.lease.next);
     }
     let batch: Vec<_> = due.iter().map(|d| d.renewal.clone()).collect();
     let patience = due.iter().map(|d| d.ttl / 3).min().unwrap_or(PASS).min(Duration::from_secs(5));
@@ -140,6 +140,7 @@ fn missed(host: &Arc<Host>, d: &Due, cause: &str) {
     // The sign was given; only the authority did not hear of it. Try again soon.
     inner.lease.signed = true;
     inner.lease.next = clock::now().plus((d.ttl / 20).max(PASS));
+    host.renewals().set(d.slot.id, inner.lease.next);
     let known = format!(
         "{cause} (last known: generation {}, owner {})",
         inner.session.generation, inner.session.owner
@@ -154,6 +155,15 @@ fn missed(host: &Arc<Host>, d: &Due, cause: &str) {
 }
 
 impl Host {
+    /// While the agent itself holds a session frozen for a capture, or closes it, its holder cannot
+    /// speak: the agent stands in for it.
+    pub fn vouch(&self, inner: &mut Inner, now: BootNs) {
+        if agent_vouches(inner, now, self.config.checkpoint.max_freeze) {
+            inner.lease.signs.holder = now;
+            inner.lease.signed = true;
+        }
+    }
+
     /// A sign of life of the holder.
     pub fn sign(&self, slot: &Slot) -> Result<(), Code> {
         let mut inner = slot.lock();

@@ -100,7 +100,7 @@ impl LeaseClock {
     /// Fresh from an acquisition that was sent at `sent`.
     pub fn granted(sent: BootNs, ttl: Duration, ends: BootNs) -> Self {
         let signs = Signs { holder: clock::now(), sent, granted: ttl, ends };
-        Self { signs, signed: false, next: sent.plus(ttl / 3) }
+        Self { signs, signed: false, next: renewal_due(sent, ttl) }
     }
 
     /// Rebuilt after an agent restart from the only thing that is known: the deadline.
@@ -114,6 +114,14 @@ impl LeaseClock {
     pub fn deadline(&self, ttl: Duration) -> (BootNs, Bound) {
         lease::local_deadline(self.signs, ttl)
     }
+}
+
+/// When a lease is to be renewed that was granted or renewed at `sent`: after a third of its time,
+/// and a little earlier, so that many leases share one commit.
+pub fn renewal_due(sent: BootNs, ttl: Duration) -> BootNs {
+    let due = sent.plus(ttl / 3);
+    let grid = u64::try_from(ttl.as_nanos() / 60).unwrap_or(u64::MAX).max(1);
+    BootNs(due.0 - due.0 % grid)
 }
 
 impl Inner {
@@ -141,18 +149,21 @@ impl Inner {
         self.queue = before.queue;
     }
 
-    /// Whether something waits to be tried again: at this tick, or at a `patient` one.
+    /// Whether something waits to be tried again: at this tick, or at a `patient` one. What its
+    /// worker is at is not asked for a second time.
     pub fn pending(&self, patient: bool) -> bool {
         use crate::model::facts::Fact;
         let s = &self.session;
+        if self.working {
+            return false;
+        }
         match s.state {
             State::Fencing | State::Deleting | State::Releasing => true,
             State::Fenced | State::Preserved => {
                 let killed = s.facts.has(Fact::Killed);
-                let stopped =
-                    killed || (s.facts.has(Fact::Frozen) && s.policy.fence_to < Fact::Killed);
+                let stopped = killed || (s.facts.has(Fact::Frozen) && s.fence.to < Fact::Killed);
                 let proved = s.facts.has(Fact::Gone)
-                    || (stopped && s.facts.has(Fact::ReadOnly) && s.policy.fence_to != Fact::Gone);
+                    || (stopped && s.facts.has(Fact::ReadOnly) && s.fence.to != Fact::Gone);
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }
             State::Active => {

@@ -136,9 +136,7 @@ fn next(s: &Session, left: Duration) -> String {
     }
     match s.state {
         State::Deleting => "being removed".to_owned(),
-        State::Fenced if s.policy.on_busy == OnBusy::Kill => {
-            "killed when kill_after is over".to_owned()
-        }
+        State::Fenced if s.on_busy() == OnBusy::Kill => "killed when kill_after is over".to_owned(),
         _ => format!("removed after {} of witnessed time", shown_span(left)),
     }
 }
@@ -171,8 +169,8 @@ fn facts(s: &Session) -> Vec<FactView> {
 pub fn missing(s: &Session) -> Option<Fact> {
     match s.state {
         State::Fencing | State::Fenced | State::Preserved => {
-            let wanted = Fact::ALL.into_iter().filter(|f| *f <= s.policy.fence_to);
-            let needed = wanted.filter(|f| *f != Fact::Killed || s.policy.fence_to >= Fact::Killed);
+            let wanted = Fact::ALL.into_iter().filter(|f| *f <= s.fence.to);
+            let needed = wanted.filter(|f| *f != Fact::Killed || s.fence.to >= Fact::Killed);
             // Who was killed cannot run: stronger than frozen.
             let killed = s.facts.has(Fact::Killed);
             let there = |f: Fact| s.facts.has(f) || (killed && f == Fact::Frozen);

@@ -22,4 +22,4 @@ pub use peer::{Group, Rights, Roster, rights};
 pub use problem::{failure_of, problem_of};
 pub use routes::{TicketKey, openapi};
 pub use server::{bind, serve, serve_metrics};
-pub use session_socket::serve_session;
+pub use session_socket::serve_sessions;

@@ -1,6 +1,9 @@
-//! The socket inside a session. A workload is on the other end: it gets one short request a
-//! connection, few connections at once, and the one thing it may do is to say that it lives.
+//! The sockets inside the sessions. A workload is on the other end: it gets one short request a
+//! connection, few connections at once, and the one thing it may do is to say that it lives. All of
+//! them are served by one thread, so that a session that shouts delays no operator.
 
+use std::collections::HashMap;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,10 +16,12 @@ use hyper::{Method, Request};
 use hyper_util::rt::TokioIo;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Semaphore;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::task::AbortHandle;
 
-use super::peer::caller;
 use super::problem::Refused;
 use super::server::pause;
+use crate::agent::SessionSocket;
 use crate::agent::failure::Failure;
 use crate::agent::handle::{Agent, Sign};
 use crate::model::code::Code;
@@ -25,12 +30,57 @@ use crate::model::ids::SessionId;
 /// How long one connection lasts at most.
 const LONGEST: Duration = Duration::from_secs(2);
 
+/// How often the thread shows that it is not stuck.
+const ROUND: Duration = Duration::from_millis(500);
+
 /// How many at once; more are hung up on.
 const PLACES: usize = 8;
 
+/// Starts the thread that serves the sockets that `news` brings, each until its session is gone.
+///
+/// # Errors
+/// No thread, or no descriptors for its runtime.
+pub fn serve_sessions(agent: Agent, mut news: UnboundedReceiver<SessionSocket>) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let rounds = agent.clone();
+    let serve = async move {
+        tokio::spawn(async move {
+            loop {
+                rounds.sockets_go_round();
+                tokio::time::sleep(ROUND).await;
+            }
+        });
+        let mut served: HashMap<SessionId, AbortHandle> = HashMap::new();
+        while let Some(told) = news.recv().await {
+            let (session, begun) = match told {
+                SessionSocket::Made { session, listener } => {
+                    match UnixListener::from_std(listener) {
+                        Ok(listener) => {
+                            let task = serve_session(agent.clone(), session, listener);
+                            (session, Some(tokio::spawn(task).abort_handle()))
+                        }
+                        Err(fault) => {
+                            tracing::error!(OVERFENCE_SESSION = %session, "session socket: {fault}");
+                            (session, None)
+                        }
+                    }
+                }
+                SessionSocket::Gone { session } => (session, None),
+            };
+            let former = match begun {
+                Some(task) => served.insert(session, task),
+                None => served.remove(&session),
+            };
+            former.inspect(AbortHandle::abort);
+        }
+    };
+    std::thread::Builder::new().name("inside".to_owned()).spawn(move || runtime.block_on(serve))?;
+    Ok(())
+}
+
 /// Answers `POST /v1/beat` for `session`, known by this socket and not by who asks, until the
 /// task is dropped.
-pub async fn serve_session(agent: Agent, session: SessionId, listener: UnixListener) {
+async fn serve_session(agent: Agent, session: SessionId, listener: UnixListener) {
     let places = Arc::new(Semaphore::new(PLACES));
     loop {
         match listener.accept().await {
@@ -48,12 +98,14 @@ pub async fn serve_session(agent: Agent, session: SessionId, listener: UnixListe
 }
 
 async fn attend(agent: Agent, session: SessionId, stream: UnixStream) {
-    let Ok(peer) = caller(&stream) else { return };
+    // Only what the beat is about: the rest would be asked of /proc at every beat.
+    let Ok(peer) = stream.peer_cred() else { return };
+    let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
     let service = service_fn(|request: Request<Incoming>| {
         let agent = agent.clone();
         async move {
             let answer = match asked(request.method(), request.uri().path()) {
-                Ok(()) => beat(&agent, session, peer.pid).await,
+                Ok(()) => beat(&agent, session, pid).await,
                 Err(refused) => refused.into_response(),
             };
             Ok::<_, std::convert::Infallible>(answer)

@@ -8,7 +8,7 @@ use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::agent::failure::Failure;
-use crate::agent::{Agent, SessionSocket, manager};
+use crate::agent::manager;
 use crate::config::Config;
 use crate::kernel::unit;
 use crate::model::code::Code;
@@ -56,7 +56,7 @@ async fn serve(config: Config) -> Result<(), Failure> {
         None => crate::api::bind(&config.socket),
     };
     let listener = listener.map_err(|e| at(&config.socket, &e))?;
-    tokio::spawn(session_sockets(agent.clone(), sockets));
+    crate::api::serve_sessions(agent.clone(), sockets).map_err(|e| internal(&e))?;
     if let Some(address) = config.api.metrics_listen {
         let tcp = tokio::net::TcpListener::bind(address).await.map_err(|e| at(&address, &e))?;
         tokio::spawn(crate::api::serve_metrics(agent.clone(), tcp, std::future::pending()));
@@ -76,20 +76,6 @@ async fn serve(config: Config) -> Result<(), Failure> {
     crate::api::serve(agent.clone(), &config, listener, end).await;
     agent.stop();
     Ok(())
-}
-
-async fn session_sockets(
-    agent: Agent,
-    mut sockets: tokio::sync::mpsc::UnboundedReceiver<SessionSocket>,
-) {
-    while let Some((session, listener)) = sockets.recv().await {
-        match UnixListener::from_std(listener) {
-            Ok(listener) => {
-                tokio::spawn(crate::api::serve_session(agent.clone(), session, listener));
-            }
-            Err(fault) => tracing::error!(OVERFENCE_SESSION = %session, "session socket: {fault}"),
-        }
-    }
 }
 
 /// Runs the keeper until it is killed.

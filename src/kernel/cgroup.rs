@@ -120,7 +120,7 @@ pub struct Cgroup {
 pub fn find_root() -> Result<PathBuf> {
     let mounts = mountinfo::read(None)?;
     let whole = |m: &&mountinfo::Mount| m.root == Path::new("/");
-    let v2: Vec<_> = mounts.iter().filter(|m| mountinfo::is_type(m, "cgroup2")).collect();
+    let v2: Vec<_> = mounts.iter().filter(|m| m.superblock.is("cgroup2")).collect();
     // A bind of a part of the hierarchy may come first; prefer the whole.
     v2.iter()
         .copied()

@@ -12,7 +12,7 @@
 //! mapped.
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -116,6 +116,8 @@ pub struct Table {
     map: Map,
     /// Where each session's entry is.
     index: HashMap<SessionId, usize>,
+    /// The entries that nobody has; torn ones are not among them.
+    free: BTreeSet<usize>,
     path: PathBuf,
     /// Holds the lock that makes us the only writer.
     _lock: OwnedFd,
@@ -135,13 +137,15 @@ impl Table {
             }
             Err(e) => return Err(e),
         };
-        let index = (0..CAPACITY)
-            .filter_map(|i| match map.entry(i) {
-                Entry::Valid(deadline) => Some((deadline.session, i)),
-                Entry::Free | Entry::Torn { .. } => None,
-            })
-            .collect();
-        Ok(Self { map, index, path: path.to_owned(), _lock: lock })
+        let (mut index, mut free) = (HashMap::new(), BTreeSet::new());
+        for i in 0..CAPACITY {
+            match map.entry(i) {
+                Entry::Valid(deadline) => drop(index.insert(deadline.session, i)),
+                Entry::Free => drop(free.insert(i)),
+                Entry::Torn { .. } => {}
+            }
+        }
+        Ok(Self { map, index, free, path: path.to_owned(), _lock: lock })
     }
 
     /// Writes a session's deadline; from here on the keeper enforces it. An entry is written
@@ -155,6 +159,7 @@ impl Table {
         self.put(index, Some(deadline))?;
         failpoint::hit("kernel.deadline-set.after");
         self.index.insert(deadline.session, index);
+        self.free.remove(&index);
         Ok(())
     }
 
@@ -163,6 +168,7 @@ impl Table {
         if let Some(index) = self.index.remove(&session) {
             failpoint::hit("kernel.deadline-remove.before");
             self.put(index, None)?;
+            self.free.insert(index);
             failpoint::hit("kernel.deadline-remove.after");
         }
         Ok(())
@@ -175,6 +181,7 @@ impl Table {
             (0..CAPACITY).filter(|i| matches!(self.map.entry(*i), Entry::Torn { .. })).collect();
         for index in &torn {
             self.put(*index, None)?;
+            self.free.insert(*index);
         }
         Ok(torn.len())
     }
@@ -185,7 +192,7 @@ impl Table {
     }
 
     fn free_index(&self) -> Result<usize> {
-        (0..CAPACITY).find(|i| self.map.entry(*i) == Entry::Free).ok_or_else(|| Error::Limit {
+        self.free.first().copied().ok_or_else(|| Error::Limit {
             what: format!("one more session in {}", self.path.display()),
             reason: format!("it has {CAPACITY} entries"),
         })

@@ -139,7 +139,7 @@ fn cgroup2() -> Result<String> {
 fn nsdelegate() -> Result<String> {
     let root = cgroup::find_root()?;
     let mount = mountinfo::at(mountinfo::read(None)?, &root);
-    let delegates = mount.is_some_and(|m| m.super_option("nsdelegate").next().is_some());
+    let delegates = mount.is_some_and(|m| m.superblock.option("nsdelegate").next().is_some());
     if delegates {
         return Ok("processes cannot leave a cgroup namespace's root".to_owned());
     }

@@ -38,6 +38,7 @@ pub mod mountinfo;
 pub mod ns;
 pub mod overlay;
 mod slots;
+mod statmount;
 pub mod unit;
 pub mod walk;
 

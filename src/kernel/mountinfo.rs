@@ -2,10 +2,12 @@
 //! is gone: a detached tree (open_tree) has no line anywhere.
 
 use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 
-use super::{At as _, Error, Result};
+use super::statmount::{self, Answer};
+use super::{At as _, Error, Result, walk};
 
 /// One mounted tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,28 +24,37 @@ pub struct Mount {
     pub point: PathBuf,
     /// Options of this mount (`ro`, `nosuid`, ...).
     pub options: OsString,
+    /// What is mounted.
+    pub superblock: Superblock,
+}
+
+/// A file system instance, which all its mounts share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Superblock {
     /// File system type.
     pub fs_type: OsString,
     /// Source as the file system shows it.
     pub source: OsString,
-    /// Options of the superblock, still escaped: a value may hold an escaped comma.
-    super_options: Vec<u8>,
+    /// Whether it is read-only itself, whatever its mounts are.
+    pub read_only: bool,
+    /// Its options, still escaped: a value may hold an escaped comma.
+    pub(super) options: Vec<u8>,
 }
 
-impl Mount {
-    /// The values of a superblock option, in order; an option without a value gives "".
-    pub fn super_option<'m>(&'m self, key: &str) -> impl Iterator<Item = OsString> + use<'m> {
+impl Superblock {
+    /// Whether `name` is what it shows as its type.
+    pub fn is(&self, name: &str) -> bool {
+        self.fs_type == OsStr::from_bytes(name.as_bytes())
+    }
+
+    /// The values of an option, in order; an option without a value gives "".
+    pub fn option<'m>(&'m self, key: &str) -> impl Iterator<Item = OsString> + use<'m> {
         let key = key.as_bytes().to_vec();
-        self.super_options.split(|b| *b == b',').filter_map(move |option| {
+        self.options.split(|b| *b == b',').filter_map(move |option| {
             let mut halves = option.splitn(2, |b| *b == b'=');
             let found = halves.next() == Some(&key[..]);
             found.then(|| unescape(halves.next().unwrap_or_default()))
         })
-    }
-
-    /// Whether the superblock itself is read-only.
-    pub fn super_read_only(&self) -> bool {
-        self.super_option("ro").next().is_some()
     }
 }
 
@@ -75,8 +86,10 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
     // An empty source leaves an empty field, which split keeps.
     let source = unescape(fields.next()?);
     let super_options = fields.next()?.to_vec();
+    let read_only = super_options.split(|b| *b == b',').any(|option| option == b"ro");
+    let superblock = Superblock { fs_type, source, read_only, options: super_options };
     let dev = rustix::fs::makedev(u32::try_from(major).ok()?, u32::try_from(minor).ok()?);
-    Some(Mount { id, parent, dev, root, point, options, fs_type, source, super_options })
+    Some(Mount { id, parent, dev, root, point, options, superblock })
 }
 
 fn number(field: &[u8]) -> Option<u64> {
@@ -125,9 +138,20 @@ pub fn at(mounts: Vec<Mount>, path: &Path) -> Option<Mount> {
     mounts.into_iter().rfind(|m| m.point == path)
 }
 
-/// Whether `name` is what a mount shows as its type.
-pub fn is_type(mount: &Mount, name: &str) -> bool {
-    mount.fs_type == OsStr::from_bytes(name.as_bytes())
+/// The superblock below a descriptor: asked for alone where the kernel can, since a table of a
+/// thousand overlays takes milliseconds; else looked up in it. `None`: it is not mounted in this
+/// namespace.
+pub fn superblock_of(fd: impl AsFd) -> Result<Option<Superblock>> {
+    match statmount::superblock(fd.as_fd())? {
+        Answer::Seen(superblock) => Ok(Some(superblock)),
+        Answer::NotMounted => Ok(None),
+        Answer::Unknown => in_table(fd.as_fd()),
+    }
+}
+
+fn in_table(fd: BorrowedFd<'_>) -> Result<Option<Superblock>> {
+    let id = walk::stat_fd(fd).at("stat", "a descriptor")?.mount_id;
+    Ok(read(None)?.into_iter().find(|mount| mount.id == id).map(|mount| mount.superblock))
 }
 
 #[cfg(test)]
@@ -148,17 +172,42 @@ mod tests {
         assert_eq!(mounts[2].point.as_os_str().as_bytes(), b"/a b\tc\nd\\e/\xff");
         assert_eq!(mounts[2].root, Path::new("/x"));
         assert_eq!(mounts[2].dev, rustix::fs::makedev(254, 1));
-        assert_eq!((mounts[3].source.as_bytes(), mounts[3].parent), (&b""[..], 27));
+        assert_eq!((mounts[3].superblock.source.as_bytes(), mounts[3].parent), (&b""[..], 27));
     }
 
     #[test]
     fn super_options_keep_commas_of_values_apart() {
-        let overlay = &parse(TEXT).unwrap()[1];
-        let lowers: Vec<_> = overlay.super_option("lowerdir+").collect();
+        let overlay = &parse(TEXT).unwrap()[1].superblock;
+        let lowers: Vec<_> = overlay.option("lowerdir+").collect();
         assert_eq!(lowers, ["/l,1", "/l2"]);
-        assert_eq!(overlay.super_option("upperdir").collect::<Vec<_>>(), ["/u=v"]);
-        assert!(overlay.super_read_only());
-        assert_eq!(overlay.super_option("upper").count(), 0);
+        assert_eq!(overlay.option("upperdir").collect::<Vec<_>>(), ["/u=v"]);
+        assert!(overlay.read_only && overlay.is("overlay"));
+        assert_eq!(overlay.option("upper").count(), 0);
+    }
+
+    #[test]
+    fn a_superblock_asked_for_alone_is_the_one_of_the_table() {
+        for point in ["/", "/proc", "/dev"] {
+            let fd = std::fs::File::open(point).unwrap();
+            let in_table = in_table(fd.as_fd()).unwrap().unwrap();
+            match statmount::superblock(fd.as_fd()).unwrap() {
+                Answer::Seen(mut alone) => {
+                    // The table says rw or ro first.
+                    let flag: &[u8] = if alone.read_only { b"ro" } else { b"rw" };
+                    let rest = std::mem::take(&mut alone.options);
+                    alone.options = [flag, &rest]
+                        .into_iter()
+                        .filter(|o| !o.is_empty())
+                        .collect::<Vec<_>>()
+                        .join(&b',');
+                    assert_eq!(alone, in_table, "{point}");
+                }
+                Answer::Unknown => {
+                    eprintln!("this kernel has no statmount with options and source")
+                }
+                Answer::NotMounted => panic!("{point} is mounted"),
+            }
+        }
     }
 
     #[test]

@@ -37,8 +37,8 @@ pub fn unshare_mounts_private() -> Result<()> {
 /// could not prove it gone.
 pub fn drop_sessions() -> Result<()> {
     for mount in mountinfo::read(None)? {
-        let ours = mount.source.as_bytes().starts_with(super::overlay::LABEL.as_bytes());
-        if ours && mountinfo::is_type(&mount, "overlay") {
+        let ours = mount.superblock.source.as_bytes().starts_with(super::overlay::LABEL.as_bytes());
+        if ours && mount.superblock.is("overlay") {
             let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
             rustix::mount::unmount(&mount.point, flags).at("drop from the copy", mount.point)?;
         }

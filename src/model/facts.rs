@@ -66,9 +66,9 @@ impl Facts {
         self.0.contains_key(&fact)
     }
 
-    /// Adds a proved fact.
+    /// Adds a proved fact. One that held already keeps its first proof: it says since when.
     pub fn prove(&mut self, fact: Fact, proof: Proof) {
-        self.0.insert(fact, proof);
+        self.0.entry(fact).or_insert(proof);
     }
 
     /// Drops a fact that no longer holds, for instance `frozen` after a foreign thaw.

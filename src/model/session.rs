@@ -186,8 +186,6 @@ pub struct Policy {
     /// How long a preserved delta is kept, in witnessed time.
     #[serde(rename = "grace_ms", with = "millis")]
     pub grace: Duration,
-    /// The strongest fact a fence goes for by itself.
-    pub fence_to: Fact,
 }
 
 impl Default for Policy {
@@ -199,8 +197,23 @@ impl Default for Policy {
             on_slow_freeze: OnSlowFreeze::Wait,
             after_doubt: AfterDoubt::ResumeIfUnclaimed,
             grace: Duration::from_secs(72 * 3600),
-            fence_to: Fact::ReadOnly,
         }
+    }
+}
+
+/// How far one fence goes: an operator may ask for more or less than policy. Forgotten at a
+/// readmission.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct FenceWish {
+    /// The strongest fact it goes for by itself.
+    pub to: Fact,
+    /// Instead of the policy's.
+    pub on_busy: Option<OnBusy>,
+}
+
+impl Default for FenceWish {
+    fn default() -> Self {
+        Self { to: Fact::ReadOnly, on_busy: None }
     }
 }
 
@@ -342,6 +355,9 @@ pub struct Session {
     pub labels: BTreeMap<String, String>,
     /// The rules it was opened under.
     pub policy: Policy,
+    /// How far its fence goes.
+    #[serde(default)]
+    pub fence: FenceWish,
     /// Where it stands.
     pub state: State,
     /// What is under way.
@@ -376,6 +392,11 @@ pub struct Session {
 }
 
 impl Session {
+    /// What happens on EBUSY.
+    pub fn on_busy(&self) -> OnBusy {
+        self.fence.on_busy.unwrap_or(self.policy.on_busy)
+    }
+
     /// Whether the lease may still be renewed for it.
     pub fn holds_lease(&self) -> bool {
         match self.state {

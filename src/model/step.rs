@@ -18,7 +18,7 @@ use super::facts::{Blocker, Fact, Holder, Proof};
 use super::head::{Digest, HeadAt};
 use super::ids::{BootId, Generation, LeaseId, PublicationKey};
 use super::session::{
-    CloseMode, Disposition, Loss, OnBusy, OnSlowFreeze, Session, Stage, State, Work,
+    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Session, Stage, State, Work,
 };
 use super::time::BootNs;
 use super::workspace::Refusal;
@@ -107,6 +107,17 @@ pub enum Event {
     FreezeLate {
         /// Who does not freeze.
         blockers: Vec<Blocker>,
+    },
+    /// An operator wants it stopped.
+    FenceAsked {
+        /// How far.
+        wish: FenceWish,
+        /// Who.
+        by: String,
+        /// Why.
+        reason: String,
+        /// Now.
+        now: BootNs,
     },
     /// Somebody else thawed it.
     ForeignThaw {
@@ -386,6 +397,7 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         }
         Event::RenewalMissed { cause } => on_renewal_missed(s, cause),
         Event::LeaseLost { loss, revoke } => lose(s, loss.clone(), *revoke),
+        Event::FenceAsked { wish, by, reason, now } => on_fence_asked(s, wish, by, reason, *now),
         Event::Frozen { proof } => on_frozen(s, proof),
         Event::FreezeLate { blockers } => on_freeze_late(s, blockers),
         Event::ForeignThaw { .. } => on_foreign_thaw(s),
@@ -419,8 +431,8 @@ mod lifecycle;
 mod removal;
 
 use fence::{
-    lose, on_busy, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only, on_read_only_lost,
-    on_tick, writable_again,
+    lose, on_busy, on_fence_asked, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only,
+    on_read_only_lost, on_tick, writable_again,
 };
 use hold::{
     on_captured, on_checkpoint_asked, on_close_asked, on_published, on_readmitted, on_released,

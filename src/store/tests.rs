@@ -53,6 +53,7 @@ fn session(n: u128) -> Session {
         own_layer: None,
         labels: BTreeMap::new(),
         policy: Policy::default(),
+        fence: crate::model::session::FenceWish::default(),
         state: State::Opening,
         work: None,
         facts: Default::default(),

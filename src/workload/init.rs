@@ -24,7 +24,7 @@ use crate::kernel::launch::{Fork, exit_now, fork, inherited};
 pub(super) struct Orders {
     /// The command of `run`; none for an init that only keeps a session's namespaces.
     pub(super) errand: Option<Errand>,
-    /// The lease's time to live, when its holder is the command.
+    /// The lease's time to live, when its holder is what runs here.
     pub(super) beat_ttl: Option<Duration>,
 }
 
@@ -72,7 +72,7 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
         None => Tender {
             command: None,
             client: Client::default(),
-            beat: None,
+            beat: orders.beat_ttl.map(Beat::new),
             afterwards: Afterwards::Stay,
         },
         Some(errand) => {

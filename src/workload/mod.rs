@@ -133,7 +133,8 @@ pub enum Network {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Holder {
-    /// The init beats while its command lives and is not stopped.
+    /// The init beats while its command lives and is not stopped; in a session that was opened
+    /// without one, while anything that `exec` placed there does.
     Process,
     /// Somebody else beats; the init does not.
     Beat,

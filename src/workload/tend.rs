@@ -37,7 +37,7 @@ pub(super) struct Tender {
     pub(super) command: Option<Pid>,
     /// The client, while it is there.
     pub(super) client: Client,
-    /// Signs of life for the command.
+    /// Signs of life for the command, or, without one, for the commands of `exec`.
     pub(super) beat: Option<Beat>,
     /// When to leave.
     pub(super) afterwards: Afterwards,
@@ -65,10 +65,18 @@ impl Tender {
                 },
                 _ => None,
             };
+            // Without a command of its own the holder is what `exec` placed here.
+            let stays = matches!(self.afterwards, Afterwards::Stay);
             if let Some(beat) = &mut self.beat {
-                beat.give(|| self.command.is_some_and(is_running));
+                beat.give(|| match self.command {
+                    Some(command) => is_running(command),
+                    None => {
+                        stays && other_processes().is_ok_and(|all| all.into_iter().any(is_running))
+                    }
+                });
             }
-            let beat = self.beat.as_ref().filter(|_| self.command.is_some()).map(Beat::wait);
+            let beat =
+                self.beat.as_ref().filter(|_| stays || self.command.is_some()).map(Beat::wait);
             let fds = [
                 Some(deaths.as_fd()),
                 self.client.line.as_ref().map(|c| c.as_fd()),
@@ -183,21 +191,25 @@ fn leave(mut lock: &File, client: &mut Client) -> io::Result<Option<OwnedFd>> {
 /// A living process of this pid namespace that is not its init, by descriptor. Commands of `exec`
 /// are nobody's children here, so waiting for children does not find them.
 fn other_process() -> io::Result<Option<OwnedFd>> {
-    for entry in std::fs::read_dir("/proc")? {
-        let name = entry?.file_name();
-        let Some(pid) = name.to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
-        if pid == 1 || Stat::of(pid).is_ok_and(|s| s.state == 'Z') {
-            continue;
-        }
-        let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) else {
-            continue;
-        };
+    for pid in other_processes()? {
+        let Some(pid) = rustix::process::Pid::from_raw(pid.as_raw()) else { continue };
         // It may have ended since it was listed.
         if let Ok(fd) = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()) {
             return Ok(Some(fd));
         }
     }
     Ok(None)
+}
+
+fn other_processes() -> io::Result<Vec<Pid>> {
+    let mut others = vec![];
+    for entry in std::fs::read_dir("/proc")? {
+        let name = entry?.file_name();
+        let Some(pid) = name.to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+        let dead = pid == 1 || Stat::of(pid).is_ok_and(|s| s.state == 'Z');
+        others.extend(i32::try_from(pid).ok().filter(|_| !dead).map(Pid::from_raw));
+    }
+    Ok(others)
 }
 
 fn is_running(pid: Pid) -> bool {

@@ -13,7 +13,7 @@ use crate::model::code::Code;
 use crate::model::facts::Fact;
 use crate::model::ids::PublicationKey;
 use crate::model::journal::{Draft, Journal};
-use crate::model::session::{CloseMode, Loss, State};
+use crate::model::session::{CloseMode, FenceWish, State};
 use crate::model::step::Event;
 use crate::model::view::{DrainHost, Drained};
 use crate::store::Durability;
@@ -70,35 +70,33 @@ impl Agent {
 impl Host {
     /// Does what brings a session nearer to its end; whether it is there.
     fn take_down(self: &Arc<Self>, slot: &Arc<Slot>, by: &str) -> bool {
-        let (state, gone, news) = {
-            let mut inner = slot.lock();
-            let s = &mut inner.session;
-            let news = s.policy.fence_to != Fact::Gone;
-            s.policy.fence_to = Fact::Gone;
-            (s.state, s.facts.has(Fact::Gone), news)
+        let s = slot.session();
+        let fence = || Event::FenceAsked {
+            wish: FenceWish { to: Fact::Gone, on_busy: None },
+            by: by.to_owned(),
+            reason: "the host is drained".to_owned(),
+            now: clock::now(),
         };
-        match state {
+        match s.state {
             State::Active => {
                 let close =
                     Event::CloseAsked { mode: CloseMode::Keep, key: PublicationKey::fresh() };
+                // Something may be under way that a close would wait for.
                 if let Applied::Refused(_) = self.apply(slot, close, by) {
-                    // Something is under way that a close would wait for.
-                    let reason = "the host is drained".to_owned();
-                    let loss = Loss::Operator { by: by.to_owned(), reason };
-                    self.apply(slot, Event::LeaseLost { loss, revoke: true }, by);
+                    self.apply(slot, fence(), by);
                 }
                 false
             }
-            State::Fencing | State::Fenced | State::Preserved if !gone => {
-                // What fails is tried again at the reconciler's ticks.
-                if news {
-                    self.apply(slot, Event::Tick { now: clock::now() }, by);
+            State::Fencing | State::Fenced | State::Preserved if s.facts.has(Fact::Gone) => true,
+            State::Fencing | State::Fenced | State::Preserved => {
+                // Once: what fails is tried again at the reconciler's ticks.
+                if s.fence.to != Fact::Gone {
+                    self.apply(slot, fence(), by);
                 }
                 false
             }
             State::Opening | State::Releasing | State::Deleting => false,
-            State::Fencing | State::Fenced | State::Preserved => true,
-            // A person has to look at it; waiting changes nothing.
+            // A person has to look at a quarantined one; waiting changes nothing.
             State::Closed | State::Quarantined => true,
         }
     }

@@ -146,6 +146,11 @@ impl Agent {
         self.0.store.keys().ticket.public().to_text()
     }
 
+    /// Tells that the thread that serves the sockets inside the sessions goes round.
+    pub fn sockets_go_round(&self) {
+        self.0.pulse.beat(crate::agent::pulse::Part::Sockets);
+    }
+
     /// Ends the agent's threads and tasks; sessions and their mounts go on.
     pub fn stop(&self) {
         self.0.stop();

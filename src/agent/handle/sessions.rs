@@ -16,7 +16,7 @@ use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{LeaseId, PublicationKey, SessionId, Version};
 use crate::model::journal::Journal;
 use crate::model::lease::HolderKind;
-use crate::model::session::{CloseMode, Disposition, Loss, Session, State, Work};
+use crate::model::session::{CloseMode, Disposition, FenceWish, Session, State, Work};
 use crate::model::step::{Event, Published};
 use crate::model::view::{
     BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened,
@@ -291,22 +291,15 @@ impl Agent {
                 "a fence goes to frozen, read-only or killed; what is gone is removed by `preserved discard`",
             ));
         }
-        {
-            let mut inner = slot.lock();
-            inner.session.policy.fence_to = to;
-            if let Some(on_busy) = wish.on_busy {
-                inner.session.policy.on_busy = on_busy;
-            }
-        }
         let reason =
             if wish.reason.is_empty() { "no reason given".to_owned() } else { wish.reason };
-        if slot.session().holds_lease() {
-            let loss = Loss::Operator { by: actor(by), reason };
-            self.0.apply(&slot, Event::LeaseLost { loss, revoke: true }, &actor(by));
-        } else {
-            // Fenced already; a stronger fact may be wanted now.
-            self.0.apply(&slot, Event::Tick { now: clock::now() }, &actor(by));
-        }
+        let event = Event::FenceAsked {
+            wish: FenceWish { to, on_busy: wish.on_busy },
+            by: actor(by),
+            reason,
+            now: clock::now(),
+        };
+        taken(&slot, self.0.apply(&slot, event, &actor(by)))?;
         let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(LONG);
         slot.wait_for(wait, |inner| {
             let s = &inner.session;

@@ -299,6 +299,7 @@ impl World {
             own_layer: None,
             labels: BTreeMap::new(),
             policy: Policy::default(),
+            fence: crate::model::session::FenceWish::default(),
             state: State::Opening,
             work: None,
             facts: Default::default(),

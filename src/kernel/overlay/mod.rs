@@ -17,8 +17,9 @@ pub use build::Style;
 pub use preflight::preflight;
 
 use super::idmap::IdMap;
+use super::mountinfo::{self, Superblock};
 use super::walk::{self, Info};
-use super::{At as _, Error, Result, clock, mountinfo};
+use super::{At as _, Error, Result, clock};
 use crate::failpoint;
 use crate::model::facts::Proof;
 
@@ -85,34 +86,39 @@ pub fn mount_styled(spec: &Spec, style: Style) -> Result<Mounted> {
 /// All layers asked for are in the mount that is on top at the target now.
 fn check(spec: &Spec) -> Result<()> {
     let fault = |reason| Error::WrongMount { path: spec.target.clone(), reason };
-    let target = std::fs::canonicalize(&spec.target).at("resolve", &spec.target)?;
-    let mount = mountinfo::at(mountinfo::read(None)?, &target)
+    let seen = mountinfo::superblock_of(&open_root(&spec.target)?)?
         .ok_or_else(|| fault("nothing is mounted there".to_owned()))?;
-    check_label(&mount, &spec.upper)?;
-    let shown = layers_shown(&mount);
+    check_label(&seen, &spec.target, &spec.upper)?;
+    let shown = layers_shown(&seen);
     if shown != spec.lowers.len() {
         return Err(fault(format!("{shown} of {} lower layers are in it", spec.lowers.len())));
     }
     Ok(())
 }
 
-fn check_label(mount: &mountinfo::Mount, upper: &Path) -> Result<()> {
-    let fault = |reason| Error::WrongMount { path: mount.point.clone(), reason };
-    if !mountinfo::is_type(mount, "overlay") {
-        return Err(fault(format!("it is of type {:?}", mount.fs_type)));
+/// The root of what is on top at `target` now.
+fn open_root(target: &Path) -> Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::open(target, flags, Mode::empty()).at("open", target)
+}
+
+fn check_label(seen: &Superblock, target: &Path, upper: &Path) -> Result<()> {
+    let fault = |reason| Error::WrongMount { path: target.to_owned(), reason };
+    if !seen.is("overlay") {
+        return Err(fault(format!("it is of type {:?}", seen.fs_type)));
     }
     let want = label(&walk::stat_path(upper)?);
-    if mount.source != *want {
-        return Err(fault(format!("its source is {:?}, not {want:?}", mount.source)));
+    if seen.source != *want {
+        return Err(fault(format!("its source is {:?}, not {want:?}", seen.source)));
     }
     Ok(())
 }
 
 /// How many lower layers a mount shows: one option each, or one string with colons between.
-fn layers_shown(mount: &mountinfo::Mount) -> usize {
+fn layers_shown(seen: &Superblock) -> usize {
     use std::os::unix::ffi::OsStrExt as _;
-    let one_by_one = mount.super_option("lowerdir+").count();
-    let joined: usize = mount.super_option("lowerdir").map(|l| count_joined(l.as_bytes())).sum();
+    let one_by_one = seen.option("lowerdir+").count();
+    let joined: usize = seen.option("lowerdir").map(|l| count_joined(l.as_bytes())).sum();
     one_by_one + joined
 }
 
@@ -140,9 +146,8 @@ pub fn open_mounted(target: &Path, upper: &Path) -> Result<Option<Mounted>> {
         answer => answer.at("resolve", target)?,
     };
     let Some(mount) = mountinfo::at(mountinfo::read(None)?, &target) else { return Ok(None) };
-    check_label(&mount, upper)?;
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let root = rustix::fs::open(&target, flags, Mode::empty()).at("open", &target)?;
+    check_label(&mount.superblock, &target, upper)?;
+    let root = open_root(&target)?;
     if walk::stat_fd(&root).at("stat", &target)?.mount_id != mount.id {
         let reason = "another mount came on top meanwhile".to_owned();
         return Err(Error::WrongMount { path: target, reason });
@@ -219,9 +224,8 @@ pub fn is_read_only(root: &OwnedFd) -> Result<bool> {
         Err(Errno::ROFS) => {}
         Err(e) => return Err(e).at("write-probe", "the overlay's root"),
     }
-    let info = walk::stat_fd(root).at("stat", "the overlay's root")?;
-    let mount = mountinfo::read(None)?.into_iter().find(|m| m.id == info.mount_id);
-    mount.map(|m| m.super_read_only()).ok_or_else(|| Error::WrongMount {
+    let seen = mountinfo::superblock_of(root)?;
+    seen.map(|superblock| superblock.read_only).ok_or_else(|| Error::WrongMount {
         path: super::proc_path(root),
         reason: "it is not mounted in this namespace any more".to_owned(),
     })

@@ -38,6 +38,26 @@ pub(super) fn lose(s: &mut Session, loss: Loss, revoke: bool) -> Step {
     }
 }
 
+/// An operator's fence: how far it goes is part of the record, as everything that leads to a kill.
+pub(super) fn on_fence_asked(
+    s: &mut Session,
+    wish: &FenceWish,
+    by: &str,
+    reason: &str,
+    now: BootNs,
+) -> Step {
+    if matches!(s.state, State::Deleting | State::Closed | State::Quarantined) {
+        return Step::refuse(Code::WrongState);
+    }
+    s.fence = wish.clone();
+    if s.holds_lease() {
+        let loss = Loss::Operator { by: by.to_owned(), reason: reason.to_owned() };
+        return lose(s, loss, true);
+    }
+    // Fenced already; a stronger fact may be wanted now.
+    Step { record: true, ..on_tick(s, now) }
+}
+
 pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
     match s.state {
         State::Active => match &mut s.work {
@@ -48,22 +68,21 @@ pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
             // A freeze of ours that its owner no longer needs: a checkpoint was given up.
             Some(_) | None => Step::quiet([]),
         },
+        // Asked again while it holds: when it was first proved stays.
+        State::Fencing if s.facts.has(Fact::Frozen) => Step::quiet([]),
         State::Fencing => {
             s.facts.prove(Fact::Frozen, proof.clone());
             s.blockers.clear();
-            if s.policy.fence_to == Fact::Frozen {
+            if s.fence.to == Fact::Frozen {
                 return Step::go(preserve(s));
             }
             Step::go([Effect::ReadOnly])
         }
+        State::Fenced | State::Preserved if s.facts.has(Fact::Frozen) => Step::quiet([]),
         State::Fenced | State::Preserved => {
-            let news = !s.facts.has(Fact::Frozen);
             s.facts.prove(Fact::Frozen, proof.clone());
             s.blockers.clear();
-            if !news {
-                return Step::quiet([]);
-            }
-            if s.facts.has(Fact::ReadOnly) || s.policy.fence_to == Fact::Frozen {
+            if s.facts.has(Fact::ReadOnly) || s.fence.to == Fact::Frozen {
                 Step::note()
             } else {
                 Step::go([Effect::ReadOnly])
@@ -207,15 +226,15 @@ pub(super) fn settle(s: &mut Session) -> Step {
     if s.disposition == Some(Disposition::Clean) && writerless(s) {
         return begin_deleting(s, Disposition::Clean);
     }
-    if s.policy.fence_to >= Fact::Killed && !killed {
+    if s.fence.to >= Fact::Killed && !killed {
         s.state = State::Fenced;
         return Step::go([Effect::Kill]);
     }
-    if s.policy.fence_to == Fact::Gone && !s.facts.has(Fact::Gone) {
+    if s.fence.to == Fact::Gone && !s.facts.has(Fact::Gone) {
         s.state = State::Fenced;
         return Step::go([Effect::ProveGone]);
     }
-    let kill_pending = s.policy.on_busy == OnBusy::Kill && s.busy_since.is_some() && !killed;
+    let kill_pending = s.on_busy() == OnBusy::Kill && s.busy_since.is_some() && !killed;
     let next = if kill_pending { State::Fenced } else { State::Preserved };
     if s.state == next {
         return Step::note();
@@ -260,9 +279,10 @@ pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
 pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
     match s.state {
         // No kill from a freeze that is not proved.
-        State::Fencing if s.policy.fence_to >= Fact::Killed && s.facts.has(Fact::Frozen) => {
+        State::Fencing if s.fence.to >= Fact::Killed && s.facts.has(Fact::Frozen) => {
             Step::go([Effect::Kill])
         }
+        State::Fencing if s.facts.has(Fact::Frozen) => Step::quiet([Effect::ReadOnly]),
         State::Fencing => Step::quiet([FENCE]),
         State::Fenced | State::Preserved => {
             let killed = s.facts.has(Fact::Killed);
@@ -273,15 +293,13 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
                 return Step::quiet([FENCE]);
             }
             let due = s.busy_since.is_some_and(|t| now.since(t) >= s.policy.kill_after);
-            if !killed
-                && (s.policy.fence_to >= Fact::Killed || (s.policy.on_busy == OnBusy::Kill && due))
-            {
+            if !killed && (s.fence.to >= Fact::Killed || (s.on_busy() == OnBusy::Kill && due)) {
                 return Step::go([Effect::Kill]);
             }
-            if s.policy.fence_to == Fact::Gone {
+            if s.fence.to == Fact::Gone {
                 return Step::quiet(resolve_unknown(s).chain([Effect::ProveGone]));
             }
-            let wants_ro = s.policy.fence_to != Fact::Frozen && !s.facts.has(Fact::ReadOnly);
+            let wants_ro = s.fence.to != Fact::Frozen && !s.facts.has(Fact::ReadOnly);
             Step::quiet(resolve_unknown(s).chain(wants_ro.then_some(Effect::ReadOnly)))
         }
         State::Deleting => Step::quiet(super::removal::next_removal(s)),

@@ -206,8 +206,7 @@ pub(super) fn on_released(s: &mut Session) -> Step {
                 let reason =
                     s.trouble.clone().unwrap_or_else(|| "kept on the owner's wish".to_owned());
                 s.loss = Some(Loss::Closed { reason });
-                let drained = (s.policy.fence_to == Fact::Gone).then_some(Effect::ProveGone);
-                Step::go(preserve(s).into_iter().chain(drained))
+                Step::go(preserve(s))
             }
         },
         State::Opening
@@ -244,8 +243,7 @@ pub(super) fn on_readmitted(
     s.trouble = None;
     s.busy_since = None;
     s.holders.clear();
-    // How far an operator's fence went was for that fence.
-    s.policy.fence_to = super::super::session::Policy::default().fence_to;
+    s.fence = super::super::session::FenceWish::default();
     s.witnessed = std::time::Duration::ZERO;
     s.keep_until = None;
     s.facts = super::super::facts::Facts::default();

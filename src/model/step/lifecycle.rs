@@ -192,6 +192,7 @@ fn after_reboot(s: &mut Session, found: &Found) -> Step {
         took_us: 0,
     };
     let gone = |s: &mut Session| {
+        s.facts = super::super::facts::Facts::default();
         for fact in [Fact::Frozen, Fact::ReadOnly, Fact::Killed, Fact::Gone] {
             s.facts.prove(fact, proof.clone());
         }

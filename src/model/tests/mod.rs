@@ -53,6 +53,7 @@ fn session(state: State) -> Session {
         own_layer: None,
         labels: BTreeMap::new(),
         policy: Policy::default(),
+        fence: crate::model::session::FenceWish::default(),
         state,
         work: None,
         facts: Facts::default(),

@@ -9,7 +9,8 @@ use super::super::head::{Head, HeadAt};
 use super::super::ids::{Generation, LeaseId, PublicationKey, Version};
 use super::super::lease::Bound;
 use super::super::session::{
-    CloseMode, Disposition, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State, Work,
+    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State,
+    Work,
 };
 use super::super::step::{Effect, Event, Found, Published, Step, step};
 use super::super::time::BootNs;
@@ -59,7 +60,16 @@ fn events() -> impl Strategy<Value = Event> {
     let p = || proof(0);
     let modes =
         prop_oneof![Just(CloseMode::Checkpoint), Just(CloseMode::Keep), Just(CloseMode::Discard)];
+    let to =
+        prop_oneof![Just(Fact::Frozen), Just(Fact::ReadOnly), Just(Fact::Killed), Just(Fact::Gone)];
+    let on_busy = prop_oneof![Just(None), Just(Some(OnBusy::Hold)), Just(Some(OnBusy::Kill))];
     let fence = prop_oneof![
+        (to, on_busy).prop_map(|(to, on_busy)| Event::FenceAsked {
+            wish: FenceWish { to, on_busy },
+            by: "op".into(),
+            reason: "r".into(),
+            now: BootNs(1),
+        }),
         (losses(), any::<bool>()).prop_map(|(loss, revoke)| Event::LeaseLost { loss, revoke }),
         Just(Event::Frozen { proof: p() }),
         Just(Event::FreezeLate { blockers: Vec::new() }),
@@ -107,14 +117,11 @@ fn events() -> impl Strategy<Value = Event> {
 }
 
 fn policies() -> impl Strategy<Value = Policy> {
-    let fence_to =
-        prop_oneof![Just(Fact::Frozen), Just(Fact::ReadOnly), Just(Fact::Killed), Just(Fact::Gone)];
-    (any::<bool>(), any::<bool>(), fence_to).prop_map(|(busy, slow, fence_to)| Policy {
+    (any::<bool>(), any::<bool>()).prop_map(|(busy, slow)| Policy {
         on_busy: if busy { OnBusy::Kill } else { OnBusy::Hold },
         on_slow_freeze: if slow { OnSlowFreeze::Kill } else { OnSlowFreeze::Wait },
         kill_after: std::time::Duration::from_millis(1),
         grace: std::time::Duration::from_millis(5),
-        fence_to,
         ..Policy::default()
     })
 }
@@ -150,13 +157,14 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
         if new.is_none() || new == old {
             continue;
         }
+        let rebooted = matches!(s.event, Event::Recovered(found) if found.boot != s.before.boot);
+        prop_assert!(old.is_none() || rebooted, "{fact} was proved again by {:?}", s.event);
         let proved = match (s.event, fact) {
             (Event::Frozen { proof }, Fact::Frozen)
             | (Event::ReadOnly { proof, .. }, Fact::ReadOnly)
             | (Event::Killed { proof }, Fact::Killed | Fact::Frozen)
             | (Event::Gone { proof }, Fact::Gone) => new == Some(proof),
-            (Event::Recovered(found), _) => found.boot != s.before.boot,
-            _ => false,
+            _ => rebooted,
         };
         prop_assert!(proved, "{fact} came from {:?}", s.event);
     }

@@ -6,7 +6,8 @@ use super::super::facts::Fact;
 use super::super::head::{Head, HeadAt};
 use super::super::ids::{Generation, LeaseId, Version};
 use super::super::session::{
-    CloseMode, Disposition, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State, Work,
+    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State,
+    Work,
 };
 use super::super::step::{Effect, Event, Found, MAX_TRIES, Published, Purpose, step};
 use super::super::time::BootNs;
@@ -32,6 +33,11 @@ fn refused(s: &mut Session, event: Event, code: Code) {
 
 fn operator() -> Loss {
     Loss::Operator { by: "op".into(), reason: "why".into() }
+}
+
+fn asked(to: Fact, on_busy: Option<OnBusy>) -> Event {
+    let wish = FenceWish { to, on_busy };
+    Event::FenceAsked { wish, by: "op".into(), reason: "why".into(), now: BootNs(1) }
 }
 
 fn lost(revoke: bool) -> Event {
@@ -138,7 +144,16 @@ fn publishing() -> Session {
 
 fn preserved() -> Session {
     let mut s = session(State::Active);
-    then(&mut s, lost(true), State::Fencing, &[FENCE, revoke(), Effect::Show]);
+    then(
+        &mut s,
+        lost(true),
+        State::Fencing,
+        &[
+            FENCE,
+            Effect::Revoke { reason: "fenced by uid 0: the host is drained".into() },
+            Effect::Show,
+        ],
+    );
     then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
     then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
     s
@@ -199,6 +214,16 @@ fn a_slow_freeze_waits_or_kills() {
         then(&mut s, Event::FreezeLate { blockers: Vec::new() }, State::Fencing, &[next]);
         assert!(s.facts.names().is_empty());
     }
+}
+
+#[test]
+fn a_freeze_that_was_proved_is_not_asked_again_and_keeps_its_time() {
+    let mut s = session(State::Active);
+    then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, Event::Frozen { proof: proof(7) }, State::Fencing, &[]);
+    then(&mut s, Event::Tick { now: BootNs(9) }, State::Fencing, &[Effect::ReadOnly]);
+    assert_eq!(s.facts.0.get(&Fact::Frozen), Some(&proof(1)));
 }
 
 #[test]
@@ -396,15 +421,56 @@ fn a_removal_resolves_what_is_unknown_instead_of_turning_in_circles() {
 
 #[test]
 fn a_kill_by_policy_is_tried_until_it_is_done() {
-    let policy = Policy { fence_to: Fact::Killed, ..Policy::default() };
-    let mut s = Session { policy, ..session(State::Active) };
-    then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
+    let mut s = session(State::Active);
+    then(
+        &mut s,
+        asked(Fact::Killed, None),
+        State::Fencing,
+        &[
+            FENCE,
+            Effect::Revoke { reason: "fenced by uid 0: the host is drained".into() },
+            Effect::Show,
+        ],
+    );
     then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
     then(&mut s, read_only(), State::Fenced, &[Effect::Kill]);
     then(&mut s, failed("kill"), State::Fenced, &[]);
     then(&mut s, tick(), State::Fenced, &[Effect::Kill]);
     then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
     then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
+}
+
+#[test]
+fn an_operators_wish_is_for_one_fence() {
+    let mut s = session(State::Active);
+    then(
+        &mut s,
+        asked(Fact::Frozen, Some(OnBusy::Kill)),
+        State::Fencing,
+        &[
+            FENCE,
+            Effect::Revoke { reason: "fenced by uid 0: the host is drained".into() },
+            Effect::Show,
+        ],
+    );
+    then(&mut s, frozen(), State::Preserved, &[Effect::Show]);
+    // More is wanted now: it is gone for at once, and recorded.
+    let step = step(&mut s, &asked(Fact::ReadOnly, None));
+    assert_eq!((step.effects.as_slice(), step.record), (&[Effect::ReadOnly][..], true));
+    assert_eq!(s.on_busy(), OnBusy::Hold);
+    then(&mut s, asked(Fact::ReadOnly, Some(OnBusy::Kill)), State::Preserved, &[Effect::ReadOnly]);
+    let readmitted = Event::Readmitted {
+        lease: LeaseId::from_u128(9),
+        generation: Generation(s.generation.0 + 1),
+        ends: BootNs(1),
+        authorised_by: "op".into(),
+        reason: "r".into(),
+    };
+    then(&mut s, readmitted, State::Active, &[Effect::ReadWrite]);
+    assert_eq!(s.fence, FenceWish::default());
+    for state in [State::Deleting, State::Closed, State::Quarantined] {
+        refused(&mut session(state), asked(Fact::Killed, None), Code::WrongState);
+    }
 }
 
 #[test]
@@ -458,26 +524,48 @@ fn a_late_renewal_shows_nothing_of_a_closed_session() {
 
 #[test]
 fn a_drained_session_leaves_nothing_but_its_upper() {
-    let policy = Policy { fence_to: Fact::Gone, ..Policy::default() };
-    let drained = |state| Session { policy: policy.clone(), ..session(state) };
-    // One that ends by its close.
-    let mut s = drained(State::Active);
+    let asked = || Event::FenceAsked {
+        wish: FenceWish { to: Fact::Gone, on_busy: None },
+        by: "uid 0".into(),
+        reason: "the host is drained".into(),
+        now: BootNs(10),
+    };
+    // One that ended by a close.
+    let mut s = session(State::Active);
     close(&mut s, CloseMode::Keep);
     let read_only = Event::ReadOnly { proof: proof(2), empty: false };
     then(&mut s, read_only, State::Releasing, &[Effect::Release]);
-    then(&mut s, Event::Released, State::Preserved, &[Effect::Show, Effect::ProveGone]);
+    then(&mut s, Event::Released, State::Preserved, &[Effect::Show]);
+    then(&mut s, asked(), State::Preserved, &[Effect::ProveGone]);
     then(&mut s, failed("prove_gone"), State::Preserved, &[]);
     then(&mut s, tick(), State::Preserved, &[Effect::ProveGone]);
     then(&mut s, gone(), State::Preserved, &[]);
     then(&mut s, tick(), State::Preserved, &[]);
     assert!(s.disposition.is_none(), "its bytes are kept");
-    // One that was stopped before: frozen, and held from outside.
-    let mut s = drained(State::Preserved);
+    // One that was stopped before, frozen, and is held from outside.
+    let mut s = session(State::Preserved);
     s.facts.prove(Fact::Frozen, proof(1));
-    then(&mut s, tick(), State::Preserved, &[Effect::Kill]);
+    then(&mut s, asked(), State::Preserved, &[Effect::Kill]);
     then(&mut s, killed(), State::Preserved, &[Effect::ReadOnly]);
     let busy = Event::Busy { proof: proof(2), holders: vec![] };
     then(&mut s, busy, State::Fenced, &[Effect::ProveGone]);
     then(&mut s, gone(), State::Preserved, &[]);
     assert!(s.facts.has(Fact::Killed) && !s.safe_to_delete());
+    // One that runs, with something under way.
+    let mut s = session(State::Active);
+    then(
+        &mut s,
+        asked(),
+        State::Fencing,
+        &[
+            FENCE,
+            Effect::Revoke { reason: "fenced by uid 0: the host is drained".into() },
+            Effect::Show,
+        ],
+    );
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, self::read_only(), State::Fenced, &[Effect::Kill]);
+    then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
+    then(&mut s, self::read_only(), State::Fenced, &[Effect::ProveGone]);
+    then(&mut s, gone(), State::Preserved, &[]);
 }

@@ -272,7 +272,7 @@ fn undisturbed(place: &Place) {
 
     let binary = machine.root.join("usr/bin/overfence");
     let old = fs::metadata(&binary).unwrap().ino();
-    install(&place.binary, &machine.root);
+    install(place, &machine.root);
     assert_ne!(fs::metadata(&binary).unwrap().ino(), old);
     machine.must(&["systemctl", "daemon-reload"]);
     machine.must(&["systemctl", "restart", AGENT, KEEPER]);

@@ -27,20 +27,26 @@ pub fn manager(state: NotifyState<'_>) {
 pub async fn run(host: Arc<Host>) {
     let limit = sd_notify::watchdog_enabled();
     let mut round = tokio::time::interval(limit.map_or(ROUND, |limit| limit / FEEDS).min(ROUND));
-    let mut said = String::new();
+    let (mut said, mut missed) = (String::new(), 0);
     while !host.stopping() {
         round.tick().await;
-        let silent = host.pulse.ask();
+        let silent = limit.and_then(|_| host.pulse.ask().err());
+        // It has no rounds of its own: it sleeps until a deadline.
         host.deadlines.wake();
-        let now = match silent {
-            Ok(()) => {
+        let mut now = line(&host);
+        match silent {
+            None => {
+                missed = 0;
                 manager(NotifyState::Watchdog);
-                line(&host)
             }
-            // One round is no news: the longest round takes several of these.
-            Err(_) if limit.is_none() => line(&host),
-            Err(silent) => format!("waiting for {} to go round", silent.join(", ")),
-        };
+            // Once is no news: a part may take longer for a round than this one.
+            Some(silent) => {
+                missed += 1;
+                if missed > 1 {
+                    now = format!("waiting for {} to go round", silent.join(", "));
+                }
+            }
+        }
         if now != said {
             manager(NotifyState::Status(&now));
             said = now;
@@ -52,7 +58,7 @@ pub async fn run(host: Arc<Host>) {
 pub fn line(host: &Host) -> String {
     let mut states = std::collections::BTreeMap::<_, u64>::new();
     for slot in host.slots() {
-        *states.entry(slot.session().state).or_default() += 1;
+        *states.entry(slot.lock().session.state).or_default() += 1;
     }
     let mut line = match states.is_empty() {
         true => "no session".to_owned(),

@@ -41,15 +41,17 @@ impl Machine {
 
     /// Makes one without booting it; `change` does what it likes to its files.
     pub fn prepared(place: &Place, change: impl FnOnce(&Path)) -> Self {
-        let made = Command::new(source("tests-privileged/systemd/rootfs.sh"))
+        let made = Command::new("bash")
+            .args(["-c", include_str!("rootfs.sh")])
             .stderr(Stdio::inherit())
             .output()
             .unwrap();
         assert!(made.status.success(), "no root file system to boot; see above");
         let lower = String::from_utf8(made.stdout).unwrap();
-        // What nspawn keeps below /run of this host goes away with the mount namespace.
+        // What nspawn keeps there of this host goes away with the mount namespace.
         let none = None::<&str>;
-        mount(Some("tmpfs"), "/run", Some("tmpfs"), MsFlags::empty(), none).unwrap();
+        fs::create_dir_all("/run/systemd").unwrap();
+        mount(Some("tmpfs"), "/run/systemd", Some("tmpfs"), MsFlags::empty(), none).unwrap();
         let dir = |name: &str| {
             let dir = place.dir.join(name);
             fs::create_dir(&dir).unwrap();
@@ -63,7 +65,7 @@ impl Machine {
             work.display()
         );
         mount(Some("overlay"), &root, Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
-        install(&place.binary, &root);
+        install(place, &root);
         change(&root);
         let cgroup = place.cgroup.join("machine");
         fs::create_dir(&cgroup).unwrap();
@@ -292,10 +294,36 @@ impl Drop for Machine {
     }
 }
 
+/// What is installed, as in the tree: a suite that was brought to a guest has no tree beside it.
+const PACKAGING: [(&str, &str); 7] = [
+    ("install.sh", include_str!("../../packaging/install.sh")),
+    (
+        "systemd/overfence-agent.service",
+        include_str!("../../packaging/systemd/overfence-agent.service"),
+    ),
+    (
+        "systemd/overfence-keeper.service",
+        include_str!("../../packaging/systemd/overfence-keeper.service"),
+    ),
+    (
+        "systemd/overfence-sessions.service",
+        include_str!("../../packaging/systemd/overfence-sessions.service"),
+    ),
+    ("systemd/overfence.socket", include_str!("../../packaging/systemd/overfence.socket")),
+    ("systemd/overfence.sysusers", include_str!("../../packaging/systemd/overfence.sysusers")),
+    ("systemd/overfence.tmpfiles", include_str!("../../packaging/systemd/overfence.tmpfiles")),
+];
+
 /// Puts a version of the binary and the units into a root, as `make install PREFIX=/usr` does.
-pub fn install(binary: &Path, root: &Path) {
-    let done = Command::new(source("packaging/install.sh"))
-        .args([binary, root])
+pub fn install(place: &Place, root: &Path) {
+    let packaging = place.dir.join("packaging");
+    fs::create_dir_all(packaging.join("systemd")).unwrap();
+    for (name, text) in PACKAGING {
+        fs::write(packaging.join(name), text).unwrap();
+    }
+    let done = Command::new("bash")
+        .arg(packaging.join("install.sh"))
+        .args([&*place.binary, root])
         .arg("/usr")
         .status()
         .unwrap();
@@ -310,10 +338,6 @@ pub fn drop_in(root: &Path, unit: &str, text: &str) {
     let dir = root.join(format!("etc/systemd/system/{unit}.d"));
     fs::create_dir_all(&dir).unwrap();
     fs::write(dir.join("test.conf"), text).unwrap();
-}
-
-fn source(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
 /// The controllers of [`CONTROLLERS`] that this host's cgroup v2 offers.

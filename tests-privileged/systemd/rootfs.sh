@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
 # Prints the place of a minimal Debian with systemd for systemd-nspawn, made once for each list of
 # packages and kept outside the tree: below OVERFENCE_NSPAWN_CACHE or /var/cache/overfence-nspawn.
-# Nothing is written into it afterwards; each test boots an overlay of it.
+# Nothing is written into it afterwards; each test boots an overlay of it. OVERFENCE_NSPAWN_ROOT names
+# one that is there already, for hosts without a network.
 set -euo pipefail
+
+if [ -n "${OVERFENCE_NSPAWN_ROOT:-}" ]; then
+    echo "$OVERFENCE_NSPAWN_ROOT"
+    exit
+fi
 
 cache=${OVERFENCE_NSPAWN_CACHE:-/var/cache/overfence-nspawn}
 packages=systemd,systemd-sysv,bubblewrap

@@ -492,7 +492,11 @@ fn rebooted(place: &Place) {
             assert!(!has(&view, "committed"));
         }
     };
+    // As with limits: what systemd runs at the shutdown must not be held up by them.
+    machine.enable_for_sessions();
     machine.reboot();
+    let said = machine.must(&["journalctl", "-b", "-1", "-o", "cat", "--no-pager", "-u", SESSIONS]);
+    assert!(said.contains("ended 3 session(s)"), "{said}");
     for client in &mut three.clients {
         client.wait().unwrap();
     }

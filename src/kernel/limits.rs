@@ -28,6 +28,7 @@ pub fn enable(root: &Path, parent: &Path, limits: &Limits) -> Result<()> {
             continue;
         }
         if !lists(&parent.join("cgroup.controllers"), controller)? {
+            offered(root, controller)?;
             return Err(Error::NoController { controller, reason: why(root, parent, controller)? });
         }
         failpoint::hit("kernel.controller.before");
@@ -36,6 +37,22 @@ pub fn enable(root: &Path, parent: &Path, limits: &Limits) -> Result<()> {
         failpoint::hit("kernel.controller.after");
     }
     Ok(())
+}
+
+/// Whether this host's cgroup v2 has a controller at all.
+///
+/// # Errors
+/// It has not; says why that may be.
+pub fn offered(root: &Path, controller: &'static str) -> Result<()> {
+    if lists(&root.join("cgroup.controllers"), controller)? {
+        return Ok(());
+    }
+    let reason = format!(
+        "cgroup v2 of this host does not offer it at {} (cgroup v1 may hold it: boot with \
+         systemd.unified_cgroup_hierarchy=1)",
+        root.display()
+    );
+    Err(Error::NoController { controller, reason })
 }
 
 /// Bounds the processes of a cgroup. Done before any is in it.
@@ -85,13 +102,6 @@ fn lists(file: &Path, controller: &str) -> Result<bool> {
 
 /// Where a controller that `parent` does not have ends.
 fn why(root: &Path, parent: &Path, controller: &str) -> Result<String> {
-    if !lists(&root.join("cgroup.controllers"), controller)? {
-        return Ok(format!(
-            "cgroup v2 of this host does not offer it at {} (cgroup v1 may hold it: boot with \
-             systemd.unified_cgroup_hierarchy=1)",
-            root.display()
-        ));
-    }
     for above in parent.ancestors().skip(1).take_while(|above| above.starts_with(root)) {
         if lists(&above.join("cgroup.controllers"), controller)? {
             return Ok(format!(

@@ -144,16 +144,7 @@ fn publishing() -> Session {
 
 fn preserved() -> Session {
     let mut s = session(State::Active);
-    then(
-        &mut s,
-        lost(true),
-        State::Fencing,
-        &[
-            FENCE,
-            Effect::Revoke { reason: "fenced by uid 0: the host is drained".into() },
-            Effect::Show,
-        ],
-    );
+    then(&mut s, lost(true), State::Fencing, &[FENCE, revoke(), Effect::Show]);
     then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
     then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
     s
@@ -422,16 +413,7 @@ fn a_removal_resolves_what_is_unknown_instead_of_turning_in_circles() {
 #[test]
 fn a_kill_by_policy_is_tried_until_it_is_done() {
     let mut s = session(State::Active);
-    then(
-        &mut s,
-        asked(Fact::Killed, None),
-        State::Fencing,
-        &[
-            FENCE,
-            Effect::Revoke { reason: "fenced by uid 0: the host is drained".into() },
-            Effect::Show,
-        ],
-    );
+    then(&mut s, asked(Fact::Killed, None), State::Fencing, &[FENCE, revoke(), Effect::Show]);
     then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
     then(&mut s, read_only(), State::Fenced, &[Effect::Kill]);
     then(&mut s, failed("kill"), State::Fenced, &[]);
@@ -447,11 +429,7 @@ fn an_operators_wish_is_for_one_fence() {
         &mut s,
         asked(Fact::Frozen, Some(OnBusy::Kill)),
         State::Fencing,
-        &[
-            FENCE,
-            Effect::Revoke { reason: "fenced by uid 0: the host is drained".into() },
-            Effect::Show,
-        ],
+        &[FENCE, revoke(), Effect::Show],
     );
     then(&mut s, frozen(), State::Preserved, &[Effect::Show]);
     // More is wanted now: it is gone for at once, and recorded.
@@ -526,8 +504,8 @@ fn a_late_renewal_shows_nothing_of_a_closed_session() {
 fn a_drained_session_leaves_nothing_but_its_upper() {
     let asked = || Event::FenceAsked {
         wish: FenceWish { to: Fact::Gone, on_busy: None },
-        by: "uid 0".into(),
-        reason: "the host is drained".into(),
+        by: "op".into(),
+        reason: "why".into(),
         now: BootNs(10),
     };
     // One that ended by a close.
@@ -553,16 +531,7 @@ fn a_drained_session_leaves_nothing_but_its_upper() {
     assert!(s.facts.has(Fact::Killed) && !s.safe_to_delete());
     // One that runs, with something under way.
     let mut s = session(State::Active);
-    then(
-        &mut s,
-        asked(),
-        State::Fencing,
-        &[
-            FENCE,
-            Effect::Revoke { reason: "fenced by uid 0: the host is drained".into() },
-            Effect::Show,
-        ],
-    );
+    then(&mut s, asked(), State::Fencing, &[FENCE, revoke(), Effect::Show]);
     then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
     then(&mut s, self::read_only(), State::Fenced, &[Effect::Kill]);
     then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);

@@ -66,6 +66,7 @@ impl Host {
             Effect::Capture { key } => self.capture(slot, s, *key),
             Effect::Publish { key, layer } => self.publish(s, *key, *layer),
             Effect::Resolve { key, .. } => self.resolve(s, *key),
+            Effect::Releasing => self.releasing(s),
             Effect::Release => self.release(s),
             Effect::ProveGone => self.prove_gone(slot),
             Effect::Remove => self.remove(slot, s),
@@ -247,6 +248,16 @@ impl Host {
         self.authority
             .end(&s.workspace, s.lease, s.generation, state, why, Box::new(rider))
             .map_err(text)
+    }
+
+    /// For others to see; the close goes on whatever is answered.
+    fn releasing(&self, s: &Session) -> Answered {
+        match self.authority.releasing(&s.workspace, s.lease, s.generation) {
+            Ok(Ok(())) => {}
+            Ok(Err(refusal)) => tracing::info!(OVERFENCE_SESSION = %s.id, "{refusal}"),
+            Err(fault) => tracing::warn!(OVERFENCE_SESSION = %s.id, "{}", text(fault)),
+        }
+        Ok(vec![])
     }
 
     fn release(&self, s: &Session) -> Answered {

@@ -17,15 +17,19 @@ use crate::model::step::Event;
 use crate::model::time::BootNs;
 use crate::model::workspace::Refusal;
 
+/// The shortest time from one look at a lease to the next.
 const PASS: Duration = Duration::from_millis(50);
+/// The longest sleep: a lease that is new while this task sleeps is due after 300 ms at least.
+const NAP: Duration = Duration::from_millis(250);
 
 /// Runs until the agent stops.
 pub async fn run(host: Arc<Host>) {
-    let mut pass = tokio::time::interval(PASS);
-    pass.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !host.stopping() {
-        pass.tick().await;
         host.pulse.beat(Part::Renew);
+        let first = host.renewals().first();
+        let nap = first.map_or(NAP, |at| at.since(clock::now()).min(NAP));
+        // Rounded up to the timer's milliseconds, else it would turn in place before the moment.
+        tokio::time::sleep(nap + Duration::from_millis(1)).await;
         let due = due(&host);
         if !due.is_empty() {
             renew(&host, due).await;

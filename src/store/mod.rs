@@ -10,7 +10,6 @@
 //! │   ├── publications  workspace, key         -> record, mac   what became of each key
 //! │   ├── history       seq; workspace, time   -> record, mac   granted, published, refused
 //! │   ├── sessions      id                     -> record, mac
-//! │   ├── tokens        session                -> mac           of the lease token, never itself
 //! │   └── evidence      seq; session, workspace -> body, hash   the chain
 //! ├── evidence.anchors            signed heads of the chain, one a line (path configurable)
 //! ├── high-water                  highest generation seen of each workspace (path configurable)

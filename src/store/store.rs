@@ -16,7 +16,7 @@ use super::files;
 use super::keys::Keys;
 use super::marks::Marks;
 use super::records::{Tx, Unreadable};
-use crate::model::ids::{HostId, SessionId};
+use crate::model::ids::HostId;
 use crate::model::journal::Journal;
 use crate::model::session::Session;
 use crate::model::time::BootInstant;
@@ -173,23 +173,6 @@ impl Store {
     /// The database does not answer.
     pub fn sessions(&self) -> Result<Vec<Result<Session, Unreadable>>, Error> {
         self.transact(Durability::Lazy, |tx| tx.sessions())
-    }
-
-    /// Keeps a code of the lease token, not the token. Not fsynced: a power loss ends the lease
-    /// anyway.
-    ///
-    /// # Errors
-    /// The database does not answer.
-    pub fn set_token(&self, session: SessionId, secret: &str) -> Result<(), Error> {
-        self.transact(Durability::Lazy, |tx| tx.set_token(session, secret))
-    }
-
-    /// Whether `given` is the session's lease token; false when it has none.
-    ///
-    /// # Errors
-    /// The database does not answer.
-    pub fn check_token(&self, session: SessionId, given: &str) -> Result<bool, Error> {
-        self.transact(Durability::Lazy, |tx| tx.check_token(session, given))
     }
 
     /// This host's id.

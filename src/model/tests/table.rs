@@ -114,7 +114,9 @@ fn recovered(lease_good: bool, fence_stamped: bool) -> Event {
 }
 
 fn close(s: &mut Session, mode: CloseMode) {
-    then(s, Event::CloseAsked { mode, key: key(1) }, State::Releasing, &[Effect::Kill]);
+    let told = (mode == CloseMode::Checkpoint).then_some(Effect::Releasing);
+    let effects: Vec<_> = told.into_iter().chain([Effect::Kill]).collect();
+    then(s, Event::CloseAsked { mode, key: key(1) }, State::Releasing, &effects);
     then(s, killed(), State::Releasing, &[Effect::ReadOnly]);
 }
 

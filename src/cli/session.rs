@@ -272,6 +272,16 @@ fn opened(opened: &Opened) -> String {
     ])
 }
 
+fn limits(limits: &Limits) -> Option<String> {
+    let Limits { memory, pids, cpu } = limits;
+    let said = [
+        memory.map(|size| format!("memory {size}")),
+        pids.map(|most| format!("pids {most}")),
+        cpu.map(|cpus| format!("cpu {cpus}")),
+    ];
+    Some(table::joined(said.into_iter().flatten())).filter(|said| !said.is_empty())
+}
+
 fn list(all: &[SessionView]) -> String {
     table::rows(
         ["SESSION", "WORKSPACE", "STATE", "CLASS", "GENERATION", "LEFT", "FACTS", "OWNER"],
@@ -301,6 +311,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("generation", Some(session.generation.to_string())),
         ("lease", Some(format!("{}, {} each time", session.lease, table::ms(session.ttl_ms)))),
         ("left", session.remaining_ms.map(|left| table::left(Some(left)))),
+        ("limits", limits(&session.limits)),
         ("may publish", Some(if session.may_publish { "yes" } else { "no" }.into())),
         ("in doubt", session.doubt.clone()),
         ("lost", session.loss.clone()),

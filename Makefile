@@ -92,5 +92,5 @@ build: ## Build the release binary
 	@packaging/setup.sh build
 	cargo build --release --locked
 
-install: build ## Install the binary below PREFIX (/usr/local), with DESTDIR before it
-	install -D -m 0755 $(RELEASE) $(DESTDIR)$(PREFIX)/bin/overfence
+install: build ## Install binary and systemd units below PREFIX (/usr/local), with DESTDIR before it
+	packaging/install.sh $(RELEASE) "$(DESTDIR)" $(PREFIX)

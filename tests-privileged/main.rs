@@ -22,6 +22,7 @@ mod races;
 mod restart;
 mod rig;
 mod room;
+mod systemd;
 mod upper;
 mod workload;
 
@@ -43,6 +44,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("workload", workload::tests()),
         ("keeper", keeper::tests()),
         ("demo", demo::tests()),
+        ("systemd", systemd::tests()),
     ]
 }
 
@@ -54,6 +56,9 @@ fn main() {
     let root = rustix::process::geteuid().is_root();
     if !root {
         eprintln!("\n*** NOT ROOT: no privileged test is run. Run `make test` as root. ***\n");
+    }
+    if root {
+        systemd::say_what_is_not_tested();
     }
     let tests = all();
     let names: Vec<String> = tests

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::host::Host;
+use super::pulse::Part;
 use super::slot::{Inner, Slot, agent_vouches, renewal_due};
 use crate::authority::Renewal;
 use crate::kernel::clock;
@@ -24,6 +25,7 @@ const NAP: Duration = Duration::from_millis(250);
 /// Runs until the agent stops.
 pub async fn run(host: Arc<Host>) {
     while !host.stopping() {
+        host.pulse.beat(Part::Renew);
         let first = host.renewals().first();
         let nap = first.map_or(NAP, |at| at.since(clock::now()).min(NAP));
         // Rounded up to the timer's milliseconds, else it would turn in place before the moment.
@@ -117,7 +119,7 @@ fn granted(host: &Arc<Host>, slot: &Arc<Slot>, lease: &Lease, sent: BootNs) {
     inner.lease.signs.granted = lease.ttl;
     host.refresh_deadline(&inner);
     if let Err(fault) = host.show_locked(&inner) {
-        tracing::warn!(OVERFENCE_SESSION = %slot.id, "session.json was not replaced: {fault}");
+        tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "session.json was not replaced: {fault}");
     }
     drop(inner);
     host.apply(slot, Event::Renewed, "authority");
@@ -152,7 +154,7 @@ fn missed(host: &Arc<Host>, d: &Due, cause: &str) {
     // At once, and not by the session's worker: that one waits for a record which the same trouble
     // may hold up.
     if let Err(fault) = host.show(&d.slot) {
-        tracing::warn!(OVERFENCE_SESSION = %d.slot.id, "session.json was not replaced: {fault}");
+        tracing::warn!(OVERFENCE_SESSION = %d.slot.id, OVERFENCE_WORKSPACE = %d.slot.workspace, "session.json was not replaced: {fault}");
     }
 }
 

@@ -13,6 +13,7 @@ pub(super) fn main(context: &Context) -> Result<(), Failure> {
         table::facts([
             ("agent", Some(format!("{} on {}", status.version, status.host))),
             ("ready", Some(if status.ready { "yes" } else { "no" }.into())),
+            ("draining", status.draining.then(|| "new sessions are refused".into())),
             ("authority", Some(status.authority.clone())),
             ("trouble", status.authority_trouble.clone()),
             ("sessions", Some(table::or_dash(Some(table::joined(sessions))))),

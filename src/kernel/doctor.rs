@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::cgroup::{self, Cgroup, Outcome};
 use super::gone::{self, Gone, Probe, UnmountWatch};
 use super::idmap::{self, IdMap};
+use super::limits;
 use super::overlay::{self, ReadOnly, Spec, Style};
 use super::walk::Dir;
 use super::{At as _, Error, Result, mountinfo, ns};
@@ -42,6 +43,11 @@ pub fn ask(state: &Path, cgroups: &Path) -> Vec<Answer> {
     report.fact("cgroup2", true, told(cgroup2()));
     report.fact("nsdelegate", false, told(nsdelegate()));
     report.fact("cgroup-freeze", true, told(freezer(cgroups)));
+    for (feature, controller) in
+        [("limit-memory", "memory"), ("limit-pids", "pids"), ("limit-cpu", "cpu")]
+    {
+        report.fact(feature, false, told(limit(controller)));
+    }
     report.fact("openat2", true, told(openat2()));
     report.fact("user-namespace", true, told(user_namespace()));
     report.fact("state-directory", true, told(state_directory(state)));
@@ -160,6 +166,12 @@ fn host_namespace() -> Seen {
 
 fn cgroup2() -> Result<String> {
     cgroup::find_root().map(|root| format!("mounted at {}", root.display()))
+}
+
+fn limit(controller: &'static str) -> Result<String> {
+    let root = cgroup::find_root()?;
+    limits::offered(&root, controller)?;
+    Ok(format!("sessions can be bounded by the controller {controller} of {}", root.display()))
 }
 
 fn nsdelegate() -> Result<String> {

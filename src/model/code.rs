@@ -59,6 +59,7 @@ codes! {
     Doubt "doubt" 409 4 "It is not known whether the lease still holds; no new work is started.";
     WrongState "wrong_state" 409 4 "The session's state does not allow this.";
     Busy "busy" 409 4 "Something else is under way for this session.";
+    Draining "draining" 409 4 "The host is being drained: no session is opened until its agent is started again.";
     UncommittedBytes "uncommitted_bytes" 409 4 "The session holds bytes that no publication holds; say --checkpoint, --keep or --discard.";
     UnknownPublication "unknown_publication" 409 4 "A publication of this session has no known outcome yet.";
     UnknownWorkspace "unknown_workspace" 404 3 "No workspace of this name.";

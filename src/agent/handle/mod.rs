@@ -1,6 +1,7 @@
 //! The only door to the agent: what the API may ask, one method a verb. Requests are checked here
 //! and become events or questions to the authority; nothing here decides about a session.
 
+mod drain;
 mod preserved;
 mod sessions;
 mod workspaces;
@@ -124,6 +125,7 @@ impl Agent {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             host: host.id.to_string(),
             ready: shown.ready,
+            draining: host.draining(),
             authority: "sqlite".to_owned(),
             authority_trouble: trouble,
             sessions,
@@ -149,6 +151,11 @@ impl Agent {
     /// The public key of mount tickets.
     pub fn ticket_key(&self) -> String {
         self.0.store.keys().ticket.public().to_text()
+    }
+
+    /// Tells that the thread that serves the sockets inside the sessions goes round.
+    pub fn sockets_go_round(&self) {
+        self.0.pulse.beat(crate::agent::pulse::Part::Sockets);
     }
 
     /// Ends the agent's threads and tasks; sessions and their mounts go on.

@@ -381,6 +381,7 @@ impl Host {
         by: &str,
         reason: &str,
     ) -> Result<(), Failure> {
+        self.not_draining()?;
         let mut inner = slot.lock();
         let before = inner.session.clone();
         before.readmittable().map_err(|code| match before.facts.has(Fact::Killed) {

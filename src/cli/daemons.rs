@@ -6,7 +6,7 @@ use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::agent::failure::Failure;
-use crate::config::Config;
+use crate::config::{Config, Loaded};
 use crate::model::code::Code;
 
 /// Run the agent: it serves the API, renews leases, and stops stale writers.
@@ -19,8 +19,12 @@ pub struct Daemon {
 
 impl Daemon {
     fn load(&self) -> Result<Config, Failure> {
-        Config::load(self.config.as_deref())
-            .map_err(|e| Failure::new(Code::BadRequest, with_causes(&e)))
+        let loaded = Loaded::read(self.config.as_deref(), std::env::vars_os())
+            .map_err(|e| Failure::new(Code::BadRequest, with_causes(&e)))?;
+        if !loaded.strangers.is_empty() {
+            tracing::warn!("{}", super::config::strange(&loaded));
+        }
+        Ok(loaded.config)
     }
 }
 

@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 
 use super::context::Context;
 use super::session::{Holder, Terms, get, lost, open, whereabouts};
-use super::table;
+use super::{parse, table};
 use crate::agent::failure::Failure;
 use crate::api::client::{Client, path};
 use crate::model::code::Code;
@@ -50,6 +50,7 @@ enum OnExit {
 #[derive(Debug, Args)]
 pub struct Exec {
     /// The session, by its id or a unique prefix.
+    #[arg(value_parser = parse::name)]
     session: String,
     /// The command; else a shell.
     #[arg(last = true, value_name = "CMD")]

@@ -483,6 +483,9 @@ pub struct PreservedView {
     pub grace_left_ms: u64,
     /// What will happen next, in words.
     pub next: String,
+    /// Not before this (RFC 3339): witnessed time runs no faster than the wall's. Absent when
+    /// nothing happens by itself.
+    pub not_before: Option<String>,
 }
 
 /// One thing `gc` did, would do, or may not do.

@@ -35,6 +35,7 @@ impl Host {
             may_publish: s.holds_lease() && s.state != State::Opening && s.doubt.is_none(),
             doubt: s.doubt.clone(),
             loss: s.loss.as_ref().map(ToString::to_string),
+            may_resume: s.may_resume(),
             facts: facts(s),
             missing: missing(s).map(|f| f.name().to_owned()),
             holders: s.holders.clone(),

@@ -79,9 +79,9 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
             let answer: BeatAnswer = match (&wish.session, wish.token.read()?) {
                 (Some(session), Some(token)) => {
                     let place = path(&["sessions", session, "beat"]);
-                    context.client()?.post(&place, &Beat { token })?
+                    context.client()?.tell(&place, &Beat { token })?
                 }
-                _ => context.inside()?.post("/v1/beat", &serde_json::json!({})).map_err(outside)?,
+                _ => context.inside()?.tell("/v1/beat", &serde_json::json!({})).map_err(outside)?,
             };
             context.show(&answer, |answer| {
                 table::facts([

@@ -23,6 +23,7 @@ mod session;
 mod status;
 mod table;
 mod ticket;
+mod words;
 mod workspace;
 
 use std::ffi::OsString;
@@ -70,7 +71,8 @@ pub struct Common {
     /// How long each answer may take, for instance 10s; else as long as it takes.
     #[arg(long, global = true, value_name = "T", value_parser = parse::span)]
     pub timeout: Option<Duration>,
-    /// A table for people, or JSON alone on standard output.
+    /// A table for people, or JSON alone on standard output. `run` and `session exec`: one line of
+    /// it, after the command's own output.
     #[arg(short, long, global = true, value_name = "FORM", default_value = "table")]
     pub output: Output,
     /// Say nothing on standard error but failures.

@@ -252,6 +252,10 @@ pub(super) fn lost(view: &SessionView) -> Option<Failure> {
     if let Some(missing) = &view.missing {
         message.push_str(&format!(". Not proved yet: {missing}"));
     }
+    if view.may_resume {
+        message.push_str(". It comes back by itself unless somebody takes the workspace");
+        return Some(Failure::new(Code::Doubt, message));
+    }
     Some(Failure::new(Code::LeaseLost, message))
 }
 

@@ -106,6 +106,12 @@ pub(super) fn minute(at: &str) -> String {
         .map_or_else(|_| at.to_owned(), |at| at.strftime("%Y-%m-%d %H:%MZ").to_string())
 }
 
+/// An RFC 3339 time to the second; what is none is shown as it is.
+pub(super) fn second(at: &str) -> String {
+    at.parse::<Timestamp>()
+        .map_or_else(|_| at.to_owned(), |at| at.strftime("%Y-%m-%d %H:%M:%SZ").to_string())
+}
+
 /// Bytes in binary units.
 pub(super) fn bytes(n: u64) -> String {
     let mut size = n;

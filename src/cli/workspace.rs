@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::context::Context;
+use super::words::words;
 use super::{parse, table};
 use crate::agent::failure::Failure;
 use crate::api::client::path;
@@ -149,7 +150,7 @@ fn history(rows: &[HistoryView]) -> String {
                 row.kind.clone(),
                 row.generation.to_string(),
                 table::or_dash(row.session.clone()),
-                row.detail.to_string(),
+                words(&row.kind, &row.detail),
             ]
         }),
     )

@@ -105,7 +105,7 @@ pub(super) fn is_strange(name: &str) -> bool {
     };
     name.starts_with("OVERFENCE_")
         && of_variable(name).is_none()
-        && !OTHERS.iter().any(|o| known(&o))
+        && !OTHERS.iter().any(known)
 }
 
 /// Whether a key takes a number.

@@ -269,6 +269,10 @@ pub struct SessionView {
     pub doubt: Option<String>,
     /// Why its lease is lost, if it is.
     pub loss: Option<String>,
+    /// Whether it may come back by itself: it was stopped for doubt alone, and policy resumes it
+    /// unless somebody took the workspace.
+    #[serde(default)]
+    pub may_resume: bool,
     /// Proved facts, with what was asked and answered.
     pub facts: Vec<FactView>,
     /// The strongest fact that policy still wants and that is missing.

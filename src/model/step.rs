@@ -287,6 +287,8 @@ pub enum Effect {
         /// The layer.
         layer: Digest,
     },
+    /// Tell the authority that the lease is about to be given back; it may still publish.
+    Releasing,
     /// Give the lease back.
     Release,
     /// Umount and ask the kernel whether the superblock died.
@@ -306,6 +308,7 @@ impl Effect {
             | Self::Revoke { .. }
             | Self::Publish { .. }
             | Self::Resolve { .. }
+            | Self::Releasing
             | Self::Release
             | Self::ProveGone
             | Self::Remove
@@ -326,6 +329,7 @@ impl Effect {
         "capture",
         "publish",
         "resolve",
+        "releasing",
         "release",
         "prove_gone",
         "remove",
@@ -344,6 +348,7 @@ impl Effect {
             Self::Capture { .. } => "capture",
             Self::Publish { .. } => "publish",
             Self::Resolve { .. } => "resolve",
+            Self::Releasing => "releasing",
             Self::Release => "release",
             Self::ProveGone => "prove_gone",
             Self::Remove => "remove",

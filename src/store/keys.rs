@@ -21,7 +21,7 @@ use crate::model::ticket::Ticket;
 const TICKET: &[u8] = b"overfence mount ticket v1";
 pub(super) const ANCHOR: &[u8] = b"overfence evidence anchor v1";
 
-/// Authenticates records and lease tokens.
+/// Authenticates records.
 pub struct RecordKey {
     id: String,
     secret: [u8; 32],

@@ -4,13 +4,13 @@
 //! ```text
 //! /var/lib/overfence/             0700
 //! ├── lock                        flock: one agent a state directory
+//! ├── reserve                     room held back for the agent; see `reserve`
 //! ├── overfence.db                SQLite, WAL; readable with `sqlite3`
 //! │   ├── meta          key                    -> value         host id, ids of the two keys
 //! │   ├── workspaces    id                     -> record, mac   the embedded authority
 //! │   ├── publications  workspace, key         -> record, mac   what became of each key
 //! │   ├── history       seq; workspace, time   -> record, mac   granted, published, refused
 //! │   ├── sessions      id                     -> record, mac
-//! │   ├── tokens        session                -> mac           of the lease token, never itself
 //! │   └── evidence      seq; session, workspace -> body, hash   the chain
 //! ├── evidence.anchors            signed heads of the chain, one a line (path configurable)
 //! ├── high-water                  highest generation seen of each workspace (path configurable)
@@ -36,6 +36,7 @@ mod files;
 pub mod keys;
 pub mod marks;
 mod records;
+pub mod reserve;
 mod schema;
 #[allow(clippy::module_inception)]
 mod store;

@@ -8,9 +8,8 @@ use serde::de::DeserializeOwned;
 
 use super::error::Error;
 use super::keys::RecordKey;
-use crate::model::ids::SessionId;
 use crate::model::journal::Journal;
-use crate::model::session::{Session, State};
+use crate::model::session::Session;
 use crate::model::time::BootInstant;
 
 /// A record that is there but not believed.
@@ -83,12 +82,6 @@ impl Tx<'_> {
             .prepare_cached("INSERT OR REPLACE INTO sessions (id, record, mac) VALUES (?, ?, ?)")
             .and_then(|mut s| s.execute((&id, &text, &mac)))
             .map_err(Error::sql("write session"))?;
-        if session.state == State::Closed {
-            self.conn
-                .prepare_cached("DELETE FROM tokens WHERE session = ?")
-                .and_then(|mut s| s.execute([&id]))
-                .map_err(Error::sql("drop token"))?;
-        }
         Ok(())
     }
 
@@ -105,25 +98,6 @@ impl Tx<'_> {
             Ok(self.unseal("sessions", &id, &text, &mac).map_err(|e| unreadable(id, e)))
         })
         .collect()
-    }
-
-    pub(super) fn set_token(&self, session: SessionId, secret: &str) -> Result<(), Error> {
-        let id = session.to_string();
-        let mac = self.key.seal("tokens", &id, secret);
-        self.conn
-            .execute("INSERT OR REPLACE INTO tokens (session, mac) VALUES (?, ?)", (&id, &mac))
-            .map_err(Error::sql("write token"))?;
-        Ok(())
-    }
-
-    pub(super) fn check_token(&self, session: SessionId, given: &str) -> Result<bool, Error> {
-        let id = session.to_string();
-        let mac: Option<Vec<u8>> = self
-            .conn
-            .query_row("SELECT mac FROM tokens WHERE session = ?", [&id], |r| r.get(0))
-            .optional()
-            .map_err(Error::sql("read token"))?;
-        Ok(mac.is_some_and(|mac| self.key.fits("tokens", &id, given, &mac)))
     }
 
     pub(super) fn meta(&self, key: &str) -> Result<Option<String>, Error> {

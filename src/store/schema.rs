@@ -20,7 +20,6 @@ const STEPS: &[&str] = &["
     ) STRICT;
     CREATE INDEX history_of_workspace ON history (workspace, seq);
     CREATE TABLE sessions (id TEXT PRIMARY KEY, record TEXT NOT NULL, mac BLOB NOT NULL) STRICT;
-    CREATE TABLE tokens (session TEXT PRIMARY KEY, mac BLOB NOT NULL) STRICT;
     CREATE TABLE evidence (
         seq INTEGER PRIMARY KEY, session TEXT, workspace TEXT, body TEXT NOT NULL,
         hash TEXT NOT NULL

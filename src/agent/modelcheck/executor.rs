@@ -93,6 +93,13 @@ impl Model {
                 w.hosts[i].kernel.alive = false;
                 Some(Event::Killed { proof: proof() })
             }
+            Effect::Releasing => {
+                let marked = w.workspace.releasing(s.lease, s.generation, &w.instant());
+                if let Ok((next, ())) = marked {
+                    w.workspace = Shared::new(next);
+                }
+                None
+            }
             Effect::Revoke { .. } | Effect::Release => {
                 let state = match effect {
                     Effect::Release => LeaseState::Released,

@@ -54,7 +54,10 @@ pub enum Move {
 }
 
 fn asks_authority(effect: &Effect) -> bool {
-    matches!(effect, Effect::Revoke { .. } | Effect::Release | Effect::Resolve { .. })
+    matches!(
+        effect,
+        Effect::Revoke { .. } | Effect::Releasing | Effect::Release | Effect::Resolve { .. }
+    )
 }
 
 fn keeper_acts(w: &World, h: &Host) -> bool {

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::ops::RangeInclusive;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -26,7 +27,7 @@ pub(super) const BASES: [&str; 5] = ["/var/tmp", "/tmp", "/var/lib", "/root", "/
 pub(super) const NAME: &str = "overfence-demo-";
 const BUBBLEWRAP: &str = "/usr/bin/bwrap";
 const PAUSE: Duration = Duration::from_millis(2);
-const START: Duration = Duration::from_secs(8);
+const START: Duration = Duration::from_secs(20);
 const END: Duration = Duration::from_secs(3);
 
 /// See the module.
@@ -40,12 +41,19 @@ pub(super) struct Place {
     socket: PathBuf,
     staff: Vec<(&'static str, Child)>,
     interrupted: Arc<Mutex<Option<Signal>>>,
+    /// The writers' TTL. A writer has to start and beat within it, so a host on which the agent took
+    /// long to be ready (an emulated one) has a longer one.
+    pub(super) ttl: Duration,
     cleared: bool,
     /// Locked: says that the owner of the directory lives.
     _owner: File,
     /// What a killed demo had left, and what became of it.
     pub(super) found: Vec<String>,
 }
+
+/// Starting a writer is given ten times as long as the agent took to be ready.
+const STARTS: u32 = 10;
+const TTL: RangeInclusive<Duration> = Duration::from_secs(2)..=Duration::from_secs(8);
 
 impl Place {
     /// Makes directory, cgroup and mount namespace.
@@ -67,13 +75,15 @@ impl Place {
         let found = leftover::clear_all(cgroup.parent().unwrap_or(Path::new("/")));
         let (dir, owner) = own_dir().map_err(unsupported)?;
         let socket = dir.join("run/overfence.sock");
+        let (staff, ttl) = (vec![], *TTL.start());
         let place = Self {
             dir,
             cgroup,
             binary,
             socket,
-            staff: vec![],
+            staff,
             interrupted,
+            ttl,
             cleared: false,
             _owner: owner,
             found,
@@ -102,9 +112,10 @@ impl Place {
         fs::write(&file, config.to_string())
             .map_err(|e| format!("cannot write {}: {e}", file.display()))?;
         self.hire("agent")?;
-        self.until("the agent is ready", START, || {
+        let took = self.until("the agent is ready", START, || {
             Ok(self.operator().ask(&["status"])?.json["ready"].as_bool() == Some(true))
         })?;
+        self.ttl = (took * STARTS).clamp(*TTL.start(), *TTL.end());
         self.hire("keeper")
     }
 
@@ -123,6 +134,11 @@ impl Place {
             .map_err(fault)?;
         self.staff.push((verb, child));
         Ok(())
+    }
+
+    /// The writers' TTL, as the command line takes it.
+    pub(super) fn ttl_words(&self) -> String {
+        format!("{}s", self.ttl.as_secs())
     }
 
     /// The agent's socket.

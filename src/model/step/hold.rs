@@ -32,7 +32,9 @@ pub(super) fn on_close_asked(s: &mut Session, mode: CloseMode, key: PublicationK
     s.state = State::Releasing;
     s.trouble = None;
     s.work = Some(Work::Close { mode, key, stage: Stage::Stopping });
-    Step::go([Effect::Kill])
+    // A capture can take long: others are to see why nobody writes any more.
+    let told = (mode == CloseMode::Checkpoint).then_some(Effect::Releasing);
+    Step::go(told.into_iter().chain([Effect::Kill]))
 }
 
 pub(super) fn on_captured(

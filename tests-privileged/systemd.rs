@@ -151,13 +151,7 @@ fn starts(place: &Place) {
     assert_eq!(status["ready"], true);
     assert_eq!(status["cgroup"], "/sys/fs/cgroup/system.slice/overfence-sessions.service");
     let doctor = machine.ask(&["doctor"]).1;
-    let missing: Vec<_> = doctor
-        .as_array()
-        .unwrap()
-        .iter()
-        .filter(|a| a["needed"] == true && a["ok"] != true)
-        .collect();
-    assert!(missing.is_empty(), "{missing:#?}");
+    assert_eq!(doctor["ok"], true, "{doctor:#}");
     // The agent's mounts are the host's: no setting of its unit gives it a namespace of its own.
     let agent = machine.main_pid(AGENT);
     let spaces = ["mnt", "cgroup", "net"].map(|kind| {

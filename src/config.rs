@@ -92,6 +92,8 @@ pub struct Config {
     pub keys_dir: PathBuf,
     /// Where exported bundles go.
     pub bundles_dir: PathBuf,
+    /// MiB held back in `state_dir` for the agent on a full disk; 0 for none.
+    pub reserve_mib: u64,
     /// Leases.
     pub lease: LeaseKeys,
     /// Fences.
@@ -219,6 +221,7 @@ impl Default for Config {
             evidence_anchor_file: state_dir.join("evidence-anchors"),
             keys_dir: state_dir.join("keys"),
             bundles_dir: state_dir.join("bundles"),
+            reserve_mib: 16,
             lease: LeaseKeys::default(),
             fence: FenceKeys::default(),
             preserve: PreserveKeys::default(),
@@ -312,7 +315,6 @@ impl Config {
             on_slow_freeze: self.fence.on_slow_freeze,
             after_doubt: self.fence.after_doubt,
             grace: self.preserve.grace,
-            ..Policy::default()
         }
     }
 

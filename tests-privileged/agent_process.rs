@@ -76,7 +76,7 @@ impl Host {
                 return true;
             }
             assert!(
-                begun.elapsed() < Duration::from_secs(20),
+                begun.elapsed() < Duration::from_secs(60),
                 "the agent is not ready: {}",
                 self.log()
             );
@@ -116,7 +116,7 @@ impl Host {
     pub fn run(&self, args: &[&str]) -> Output {
         Command::new(&self.binary)
             .args(args)
-            .args(["-o", "json", "--timeout", "30s"])
+            .args(["-o", "json", "--timeout", "120s"])
             .env("OVERFENCE_SOCKET", self.dir.join("run/overfence.sock"))
             .stdin(Stdio::null())
             .output()
@@ -151,7 +151,7 @@ impl Host {
             if fits(&view) {
                 return view;
             }
-            assert!(begun.elapsed() < Duration::from_secs(15), "in vain: {view:#}\n{}", self.log());
+            assert!(begun.elapsed() < Duration::from_secs(60), "in vain: {view:#}\n{}", self.log());
             std::thread::sleep(Duration::from_millis(10));
         }
     }

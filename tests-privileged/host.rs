@@ -27,7 +27,28 @@ pub struct Test {
 
 /// Longer than any test should take; a hung one is killed through its cgroup.
 const LIMIT: Duration = Duration::from_secs(120);
+/// How many times slower than plain hardware the host is; an emulated guest says so.
+const PACE: &str = "OVERFENCE_TEST_PACE";
 const CHILD: &str = "OVERFENCE_TEST_CHILD";
+
+/// The binary under test: the one that was built with the suite, unless `OVERFENCE_BIN` names
+/// another. A guest and a container have no build directory, and are given the production binary.
+pub fn binary() -> PathBuf {
+    std::env::var_os("OVERFENCE_BIN")
+        .map_or_else(|| env!("CARGO_BIN_EXE_overfence").into(), PathBuf::from)
+}
+
+/// A span that has to be enough, on this host: for a limit of a test's patience, and for a TTL in
+/// which something has to happen. What the product promises is not stretched by it.
+pub fn paced(span: Duration) -> Duration {
+    let pace = std::env::var(PACE).map_or(1, |text| text.parse().expect("a whole number"));
+    span * pace
+}
+
+/// The same in seconds, as the command line takes them.
+pub fn paced_ttl(seconds: u64) -> String {
+    format!("{}s", paced(Duration::from_secs(seconds)).as_secs())
+}
 
 /// The name of the test that this process was started to run, if it is such a child.
 pub fn child_request() -> Option<String> {
@@ -60,7 +81,7 @@ pub fn run_child(all: &[(&'static str, Vec<Test>)], name: &str) -> ! {
     let place = Place {
         dir: std::env::var_os("OVERFENCE_TEST_DIR").expect("set by the parent").into(),
         cgroup: std::env::var_os("OVERFENCE_TEST_CGROUP").expect("set by the parent").into(),
-        binary: env!("CARGO_BIN_EXE_overfence").into(),
+        binary: binary(),
     };
     (test.run)(&place);
     std::process::exit(0);
@@ -116,12 +137,12 @@ fn run_in(name: &str, dir: &Path, own: &Path, play: &Path) -> Result<(), Failed>
         .stdout(out.try_clone()?)
         .stderr(out)
         .spawn()?;
-    let begun = Instant::now();
+    let (begun, limit) = (Instant::now(), paced(LIMIT));
     let status = loop {
         if let Some(status) = child.try_wait()? {
             break Some(status);
         }
-        if begun.elapsed() > LIMIT {
+        if begun.elapsed() > limit {
             let _ = child.kill();
             let _ = child.wait();
             break None;
@@ -139,7 +160,7 @@ fn run_in(name: &str, dir: &Path, own: &Path, play: &Path) -> Result<(), Failed>
             Ok(())
         }
         Some(s) => Err(format!("{s}\n{text}").into()),
-        None => Err(format!("hung for {LIMIT:?}\n{text}").into()),
+        None => Err(format!("hung for {limit:?}\n{text}").into()),
     }
 }
 
@@ -149,7 +170,7 @@ fn clear(dir: &Path, top: &Path) -> Result<(), Failed> {
     std::fs::write(top.join("cgroup.kill"), "1")?;
     let begun = Instant::now();
     while std::fs::read_to_string(top.join("cgroup.events"))?.contains("populated 1") {
-        if begun.elapsed() > Duration::from_secs(20) {
+        if begun.elapsed() > paced(Duration::from_secs(20)) {
             return Err(format!("{} is still populated", top.display()).into());
         }
         std::thread::sleep(Duration::from_millis(2));
@@ -179,7 +200,7 @@ pub fn remove_cgroups(dir: &Path) -> std::io::Result<()> {
         match std::fs::remove_dir(dir) {
             Err(e)
                 if e.raw_os_error() == Some(libc::EBUSY)
-                    && begun.elapsed() < Duration::from_secs(5) =>
+                    && begun.elapsed() < paced(Duration::from_secs(5)) =>
             {
                 std::thread::sleep(Duration::from_millis(2));
             }

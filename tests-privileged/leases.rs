@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::agent_process::{Host, has, id_of, path_of};
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
     vec![
@@ -78,12 +78,12 @@ impl Drop for Beats {
 fn doubt(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
-    let opened = host.open("w", "3s");
+    let opened = host.open("w", &paced_ttl(3));
     let id = id_of(&opened);
     let beats = Beats::of(&host, &opened);
     let lock = rusqlite::Connection::open(host.dir.join("state/overfence.db")).unwrap();
     lock.execute_batch("BEGIN IMMEDIATE").unwrap();
-    wait(Duration::from_secs(5), "doubt is shown inside", || {
+    wait(paced(Duration::from_secs(5)), "doubt is shown inside", || {
         seen_inside(&host, &id)["state"] == "doubt"
     });
     let view = host.must(&["session", "inspect", &id]);
@@ -94,7 +94,7 @@ fn doubt(place: &Place) {
     assert_eq!(out.status.code(), Some(4), "{out:?}");
     assert!(String::from_utf8_lossy(&out.stderr).contains("doubt"), "{out:?}");
     let events = path_of(&view, "cgroup").join("cgroup.freeze");
-    wait(Duration::from_secs(5), "frozen at the deadline", || {
+    wait(paced(Duration::from_secs(5)), "frozen at the deadline", || {
         std::fs::read_to_string(&events).unwrap().starts_with('1')
     });
     assert_eq!(seen_inside(&host, &id)["generation"], 1);
@@ -102,7 +102,7 @@ fn doubt(place: &Place) {
     let view =
         host.until(&id, |v| v["state"] == "ACTIVE" && v["generation"] == 2 && v["work"].is_null());
     assert_eq!(view["doubt"], Value::Null);
-    wait(Duration::from_secs(5), "thawed", || {
+    wait(paced(Duration::from_secs(5)), "thawed", || {
         std::fs::read_to_string(&events).unwrap().starts_with('0')
     });
     let entries = host.must(&["evidence", "show", "--session", &id]);
@@ -119,11 +119,11 @@ fn claimed(place: &Place) {
     let mut host = Host::new(place, "h");
     host.start_keeper();
     assert!(host.start(None));
-    let opened = host.open("w", "2s");
+    let opened = host.open("w", &paced_ttl(2));
     let id = id_of(&opened);
     let freeze = path_of(&opened["session"], "cgroup").join("cgroup.freeze");
     host.kill_agent();
-    wait(Duration::from_secs(5), "the keeper freezes", || {
+    wait(paced(Duration::from_secs(5)), "the keeper freezes", || {
         std::fs::read_to_string(&freeze).unwrap().starts_with('1')
     });
     // Somebody else takes the workspace while no agent of this host runs: another session's record
@@ -163,7 +163,7 @@ fn bounds(place: &Place) {
 fn takeovers(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
-    let first = host.open("w", "1s");
+    let first = host.open("w", &paced_ttl(1));
     host.until(&id_of(&first), |v| v["state"] == "PRESERVED");
     let host = &host;
     let outcomes: Vec<(i32, Value)> = std::thread::scope(|scope| {
@@ -223,18 +223,19 @@ fn process_holder(place: &Place) {
     assert!(host.start(None));
     // A file and no pipe: the frozen command goes on holding what it inherited.
     let words = host.dir.join("run.err");
-    let mut run = cli(&host, &["run", "-w", "w", "--create", "--ttl", "1s", "--", "sleep", "60"])
+    let ttl = paced_ttl(1);
+    let mut run = cli(&host, &["run", "-w", "w", "--create", "--ttl", &ttl, "--", "sleep", "600"])
         .stderr(std::fs::File::create(&words).unwrap())
         .spawn()
         .unwrap();
     let mut view = Value::Null;
-    wait(Duration::from_secs(5), "a session with a command", || {
+    wait(paced(Duration::from_secs(5)), "a session with a command", || {
         host.must(&["session", "list"])[0]["processes"].as_u64().unwrap_or(0) >= 3
     });
     view.clone_from(&host.must(&["session", "list"])[0]);
     let id = view["id"].as_str().unwrap().to_owned();
     // Alive and running: the lease is renewed well past its TTL.
-    std::thread::sleep(Duration::from_millis(2500));
+    std::thread::sleep(paced(Duration::from_millis(2500)));
     assert_eq!(host.must(&["session", "inspect", &id])["state"], "ACTIVE");
     let procs = std::fs::read_to_string(path_of(&view, "cgroup").join("cgroup.procs")).unwrap();
     let sleeper = procs
@@ -314,7 +315,7 @@ fn grace(place: &Place) {
     assert!(left(&id_of(&short)) <= 3000 && left(&id_of(&long)) > 500_000, "{listed:#}");
     let upper = |opened: &Value| path_of(&opened["session"], "upper");
     assert!(upper(&short).join("f").exists(), "removed before its grace was over");
-    wait(Duration::from_secs(20), "grace removes it", || !upper(&short).exists());
+    wait(paced(Duration::from_secs(20)), "grace removes it", || !upper(&short).exists());
     assert!(upper(&long).join("f").exists());
     let entries = host.must(&["evidence", "show", "--session", &id_of(&short)]);
     assert!(entries.to_string().contains("\"to\":\"DELETING\""), "{entries:#}");

@@ -8,13 +8,16 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
 mod agent_process;
+mod breakers;
 mod confinement;
 mod demo;
+mod full_disk;
 mod host;
 mod keeper;
 mod kernel_facts;
 mod leases;
 mod main_job;
+mod needs;
 mod races;
 mod restart;
 mod rig;
@@ -25,6 +28,7 @@ mod workload;
 
 use host::Test;
 use libtest_mimic::{Arguments, Trial};
+use needs::{Needs, Verdict};
 
 fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
@@ -34,6 +38,8 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
+        ("full_disk", full_disk::tests()),
+        ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),
         ("keeper", keeper::tests()),
@@ -54,14 +60,36 @@ fn main() {
     if root {
         systemd::say_what_is_not_tested();
     }
-    let trials = all()
-        .into_iter()
-        .flat_map(|(room, tests)| tests.into_iter().map(move |t| (room, t)))
-        .map(|(room, test)| {
-            let name = format!("{room}::{}", test.name);
-            let full = name.clone();
-            Trial::test(name, move || host::run_apart(&full)).with_ignored_flag(!root)
-        })
+    let tests = all();
+    let names: Vec<String> = tests
+        .iter()
+        .flat_map(|(room, tests)| tests.iter().map(move |t| format!("{room}::{}", t.name)))
         .collect();
+    let needs = root.then(Needs::of_this_host);
+    let mut trials: Vec<Trial> = names.iter().map(|name| trial(name, needs.as_ref())).collect();
+    trials.push(Trial::test("needs::the_rule_holds", || {
+        needs::the_rule_holds();
+        Ok(())
+    }));
+    if let Some(needs) = needs {
+        let wrong = needs.wrong(&names);
+        trials.push(Trial::test("needs::what_is_listed_is_missing", move || {
+            if wrong.is_empty() { Ok(()) } else { Err(wrong.join("\n").into()) }
+        }));
+    }
     libtest_mimic::run(&args, trials).exit();
+}
+
+/// One test of the suite. Without root, when there are no needs, it is not run; main said so.
+fn trial(name: &str, needs: Option<&Needs>) -> Trial {
+    let full = name.to_owned();
+    match needs.map(|n| n.verdict(name)) {
+        None => Trial::test(name, || Ok(())).with_ignored_flag(true),
+        Some(Verdict::Run) => Trial::test(name, move || host::run_apart(&full)),
+        Some(Verdict::Skip(reason)) => {
+            eprintln!("skipped: {name}: {reason}");
+            Trial::test(name, || Ok(())).with_ignored_flag(true)
+        }
+        Some(Verdict::Fail(why)) => Trial::test(name, move || Err(why.into())),
+    }
 }

@@ -7,7 +7,7 @@ use overfence::model::code::Code;
 use overfence::model::session::CloseMode;
 use overfence::model::view::{CloseSession, ExportSession, FenceSession, Opened, ReadmitSession};
 
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, paced};
 use crate::rig::{ROOT, has, merged, until, wish, with_agent, writer};
 
 pub fn tests() -> Vec<Test> {
@@ -81,7 +81,9 @@ fn busy(place: &Place) {
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 60_000)).await.unwrap();
         let mut child = writer(&a.session, "exec 3>held; while :; do echo x >&3; sleep 0.01; done");
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        while !merged(&a).join("held").exists() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         let fence =
             FenceSession { wait_ms: Some(5000), reason: "test".into(), ..FenceSession::default() };
         let fenced = agent.fence(&ROOT, a.session.id.parse().unwrap(), fence).await.unwrap();
@@ -131,7 +133,7 @@ fn thawed(place: &Place) {
             if seen && frozen {
                 break;
             }
-            assert!(begun.elapsed() < SOON, "the thaw was not noticed");
+            assert!(begun.elapsed() < paced(SOON), "the thaw was not noticed");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         agent.discard(&ROOT, a.session.id.parse().unwrap()).await.unwrap();
@@ -188,8 +190,11 @@ fn readmit(place: &Place) {
         std::fs::remove_file(merged(&a).join("pause")).unwrap();
         let log = a.session.upper.path().unwrap().join("log");
         let size = std::fs::metadata(&log).unwrap().len();
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        assert!(std::fs::metadata(&log).unwrap().len() > size, "it does not write again");
+        let begun = std::time::Instant::now();
+        while std::fs::metadata(&log).unwrap().len() == size {
+            assert!(begun.elapsed() < paced(SOON), "it does not write again");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         agent.beat(id, Sign::Token(a.token.clone())).await.unwrap();
         agent.close(&ROOT, id, CloseSession { mode: Some(CloseMode::Discard) }).await.unwrap();
         child.wait().unwrap();
@@ -250,7 +255,7 @@ fn failed_open(place: &Place) {
         std::fs::write(&most, "max").unwrap();
         let begun = std::time::Instant::now();
         while agent.sessions().await.unwrap().iter().any(|s| s.state != "CLOSED") {
-            assert!(begun.elapsed() < SOON, "{:#?}", agent.sessions().await.unwrap());
+            assert!(begun.elapsed() < paced(SOON), "{:#?}", agent.sessions().await.unwrap());
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         // The lease was given back: the next one opens at once.

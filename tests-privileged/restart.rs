@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::agent_process::{Host, has, id_of, path_of};
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
     vec![
@@ -46,7 +46,7 @@ fn writer(view: &Value, script: &str) -> Child {
 fn grows(path: &Path) -> bool {
     let size = || std::fs::metadata(path).map(|m| m.len()).unwrap_or(0);
     let (before, begun) = (size(), Instant::now());
-    while begun.elapsed() < Duration::from_secs(2) {
+    while begun.elapsed() < paced(Duration::from_secs(2)) {
         if size() > before {
             return true;
         }
@@ -99,7 +99,7 @@ fn keeper_alone(place: &Place) {
     let mut host = Host::new(place, "h");
     host.start_keeper();
     assert!(host.start(None));
-    let opened = host.open("w", "2s");
+    let opened = host.open("w", &paced_ttl(2));
     let mut child = writer(&opened["session"], WRITES);
     let log = path_of(&opened["session"], "upper").join("log");
     assert!(grows(&log));
@@ -107,7 +107,7 @@ fn keeper_alone(place: &Place) {
     let events = path_of(&opened["session"], "cgroup").join("cgroup.events");
     let begun = Instant::now();
     while !std::fs::read_to_string(&events).unwrap().contains("frozen 1") {
-        assert!(begun.elapsed() < Duration::from_secs(5), "the keeper did not freeze");
+        assert!(begun.elapsed() < paced(Duration::from_secs(5)), "the keeper did not freeze");
         std::thread::sleep(Duration::from_millis(1));
     }
     assert!(!grows(&log), "bytes land although the cgroup is frozen");
@@ -130,14 +130,14 @@ fn stopped_agent(place: &Place) {
     let mut host = Host::new(place, "h");
     host.start_keeper();
     assert!(host.start(None));
-    let opened = host.open("w", "2s");
+    let opened = host.open("w", &paced_ttl(2));
     let mut child = writer(&opened["session"], WRITES);
     let agent = nix::unistd::Pid::from_raw(i32::try_from(host.agent_pid()).unwrap());
     nix::sys::signal::kill(agent, nix::sys::signal::Signal::SIGSTOP).unwrap();
     let events = path_of(&opened["session"], "cgroup").join("cgroup.events");
     let begun = Instant::now();
     while !std::fs::read_to_string(&events).unwrap().contains("frozen 1") {
-        assert!(begun.elapsed() < Duration::from_secs(5), "the keeper did not freeze");
+        assert!(begun.elapsed() < paced(Duration::from_secs(5)), "the keeper did not freeze");
         std::thread::sleep(Duration::from_millis(1));
     }
     std::thread::sleep(Duration::from_secs(1));
@@ -175,7 +175,8 @@ struct Acknowledged {
 fn scenario(host: &Host) -> Acknowledged {
     let mut done = Acknowledged::default();
     let told = |out: (i32, Value)| (out.0 == 0 || out.0 == 8).then_some(out.1);
-    let Some(opened) = told(host.ask(&["session", "open", "-w", "w", "--create", "--ttl", "60s"]))
+    let Some(opened) =
+        told(host.ask(&["session", "open", "-w", "w", "--create", "--ttl", &paced_ttl(60)]))
     else {
         return done;
     };
@@ -196,7 +197,8 @@ fn scenario(host: &Host) -> Acknowledged {
         return done;
     }
     done.discarded = true;
-    let Some(second) = told(host.ask(&["session", "open", "-w", "w", "--ttl", "60s"])) else {
+    let Some(second) = told(host.ask(&["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]))
+    else {
         return done;
     };
     done.generation = second["session"]["generation"].as_u64().unwrap();
@@ -305,7 +307,7 @@ fn killed_at(place: &Place, hit: u64) {
     for s in sessions.as_array().unwrap() {
         end(&host, s["id"].as_str().unwrap());
     }
-    let next = host.open("w", "60s");
+    let next = host.open("w", &paced_ttl(60));
     assert!(next["session"]["generation"].as_u64().unwrap() > done.generation, "{}", context());
     host.must(&["session", "close", &id_of(&next)]);
     assert_eq!(leftovers(&host), Vec::<String>::new(), "{}", context());
@@ -327,7 +329,7 @@ fn settle(host: &Host, hit: u64) {
             return;
         }
         assert!(
-            begun.elapsed() < Duration::from_secs(20),
+            begun.elapsed() < paced(Duration::from_secs(20)),
             "hit {hit} does not settle: {sessions:#}\n{}",
             host.log()
         );
@@ -382,7 +384,7 @@ fn leftovers(host: &Host) -> Vec<String> {
                 left.push(line.to_owned());
             }
         }
-        if left.is_empty() || begun.elapsed() > Duration::from_secs(3) {
+        if left.is_empty() || begun.elapsed() > paced(Duration::from_secs(3)) {
             return left;
         }
         std::thread::sleep(Duration::from_millis(20));
@@ -393,7 +395,7 @@ fn leftovers(host: &Host) -> Vec<String> {
 fn rolled_back(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
-    let first = host.open("w", "60s");
+    let first = host.open("w", &paced_ttl(60));
     host.must(&["session", "close", &id_of(&first)]);
     host.kill_agent();
     let state = host.dir.join("state");
@@ -402,7 +404,7 @@ fn rolled_back(place: &Place) {
         let _ = std::fs::copy(state.join(name), host.dir.join(name));
     }
     assert!(host.start(None));
-    let second = host.open("w", "60s");
+    let second = host.open("w", &paced_ttl(60));
     assert_eq!(second["session"]["generation"], 2);
     host.must(&["session", "close", &id_of(&second)]);
     host.kill_agent();
@@ -413,6 +415,6 @@ fn rolled_back(place: &Place) {
     assert!(host.start(None), "{}", host.log());
     let w = host.must(&["workspace", "status", "w"]);
     assert!(w["hold"].as_str().unwrap().contains("generation 1"), "{w:#}");
-    let (code, _) = host.ask(&["session", "open", "-w", "w", "--ttl", "60s"]);
+    let (code, _) = host.ask(&["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]);
     assert_eq!(code, 4, "a workspace on HOLD was opened");
 }

@@ -9,7 +9,7 @@ use overfence::agent::{self, Agent};
 use overfence::config::Config;
 use overfence::model::view::{OpenSession, Opened, SessionView};
 
-use crate::host::Place;
+use crate::host::{Place, paced};
 
 pub const ROOT: Caller = Caller { uid: 0, gid: 0, pid: 0, login_uid: None };
 
@@ -43,10 +43,12 @@ pub fn with_agent<F: Future<Output = ()>>(place: &Place, body: impl FnOnce(Agent
     });
 }
 
-/// A wish for a session of `workspace`, made if it is missing.
+/// A wish for a session of `workspace`, made if it is missing. The TTL is that of a host of plain
+/// hardware's speed.
 pub fn wish(workspace: &str, owner: &str, ttl_ms: u64) -> OpenSession {
+    let ttl = paced(Duration::from_millis(ttl_ms));
     serde_json::from_value(serde_json::json!({
-        "workspace": workspace, "owner": owner, "ttl_ms": ttl_ms,
+        "workspace": workspace, "owner": owner, "ttl_ms": ttl.as_millis(),
         "create": { "id": workspace },
     }))
     .unwrap()
@@ -82,7 +84,7 @@ pub async fn until(
     limit: Duration,
     fits: impl Fn(&SessionView) -> bool,
 ) -> SessionView {
-    let begun = Instant::now();
+    let (begun, limit) = (Instant::now(), paced(limit));
     let id = id.parse().unwrap();
     loop {
         let view = agent.session(id).await.unwrap();

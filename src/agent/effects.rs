@@ -275,8 +275,16 @@ impl Host {
     /// somebody let run meanwhile is worth nothing.
     fn capture(&self, slot: &Slot, s: &Session, key: PublicationKey) -> Answered {
         // An upper that became empty again after a publication is a layer too: the empty one.
-        let captured =
-            capture_upper(&self.layers, &slot.dirs.upper, s.own_layer.is_some()).map_err(text)?;
+        let own = s.own_layer.is_some();
+        // A capture takes long where there is much; a session that is lost meanwhile needs none.
+        let stop = || self.stopping() || slot.lock().session.state != s.state;
+        let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
+        slot.lock().capture_code = captured.as_ref().err().map(crate::upper::Error::code);
+        if matches!(captured, Err(crate::upper::Error::Stopped)) {
+            // What stopped it has its own effects; nobody waits for this one.
+            return Ok(vec![]);
+        }
+        let captured = captured.map_err(text)?;
         let captured = Event::Captured { key, layer: captured.map(|c| c.diff_id) };
         let (cgroup, mounted) = {
             let inner = slot.lock();
@@ -430,13 +438,14 @@ pub fn capture_upper(
     layers: &LayerStore,
     upper: &Path,
     even_empty: bool,
+    stop: crate::upper::Stop<'_>,
 ) -> crate::upper::Result<Option<Captured>> {
     let dir = Dir::open(upper)?;
     if !even_empty && changes::is_empty(dir.as_fd())? {
         return Ok(None);
     }
     let source = Source::Upper(dir.as_fd(), Format::Trusted);
-    layer::capture(source, Writers::Frozen, layers).map(Some)
+    layer::capture(source, Writers::Frozen, layers, stop).map(Some)
 }
 
 /// An error with all its causes, in one line.

@@ -111,13 +111,38 @@ impl Wish {
 }
 
 impl Host {
+    /// Refuses on a full disk: what is begun there fails half way and takes the room that stopping others needs.
+    pub fn refuse_when_short(&self) -> Result<(), Failure> {
+        let space = self.store.reserve().space();
+        if !space.short() {
+            return Ok(());
+        }
+        let why = format!(
+            "the file system of {} is full ({} bytes free, {} of {} held back for the agent): no \
+             session is opened; remove what is not needed, for instance by `overfence preserved \
+             discard` (`overfence preserved list` shows sizes)",
+            self.paths.state.display(),
+            space.free,
+            space.held,
+            space.wanted
+        );
+        Err(Failure::new(Code::NoSpace, why))
+    }
+
     /// Opens a session. Blocks; call it on the blocking pool.
     pub fn open(self: &Arc<Self>, by: &Caller, wish: Wish) -> Result<Made, Failure> {
+        self.refuse_when_short()?;
         self.not_draining()?;
         let id = SessionId::fresh();
         let token = fresh_token()?;
         let sent = clock::now();
-        let (session, acquired) = self.acquire(by, &wish, id, &token)?;
+        let acquired = self.acquire(by, &wish, id, &token);
+        let (session, acquired) = match acquired {
+            Err(failure) if failure.code == Code::AuthorityUnavailable => {
+                return self.refuse_when_short().and(Err(failure));
+            }
+            answer => answer?,
+        };
         let clock = LeaseClock::granted(sent, wish.ttl, session.ends);
         let dirs = remove::SessionDirs::of(&self.paths.sessions, id);
         let slot = Slot::new(session, clock, dirs, true);
@@ -125,8 +150,7 @@ impl Host {
         self.adopt(&slot);
         let built = self
             .store
-            .marks()
-            .raise(&wish.workspace, acquired.lease.generation)
+            .raise_mark(&wish.workspace, acquired.lease.generation)
             .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))
             .and_then(|()| self.not_draining())
             .and_then(|()| self.fence_predecessors(&slot, &wish))
@@ -150,7 +174,7 @@ impl Host {
             }
             Err(failure) => {
                 self.apply(&slot, Event::OpenFailed { why: failure.message.clone() }, "agent");
-                Err(failure)
+                self.refuse_when_short().and(Err(failure))
             }
         }
     }
@@ -316,7 +340,7 @@ impl Host {
         let lowers = self.lowers(at)?;
         let s = slot.session();
         let dirs = remove::create(&self.paths.sessions, s.id)
-            .map_err(|e| Failure::new(Code::Internal, text(e)))?;
+            .map_err(|e| Failure::new(e.code(), text(e)))?;
         super::show::prepare(&self.paths, s.id).map_err(io("make the run-time directory"))?;
         {
             let mut inner = slot.lock();

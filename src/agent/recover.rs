@@ -38,7 +38,13 @@ pub struct Started {
 impl Host {
     /// Everything up to READY.
     pub fn recover(self: &Arc<Self>) -> Result<Started, String> {
-        self.record_start()?;
+        if let Err(fault) = self.record_start() {
+            // A disk that is full to the last byte is no reason to leave what runs without an agent.
+            if !self.store.reserve().space().short() {
+                return Err(fault);
+            }
+            tracing::error!("the start is not recorded: {fault}");
+        }
         self.check_marks()?;
         // Before any session's worker does the same.
         let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;

@@ -67,6 +67,8 @@ pub struct Inner {
     pub frozen_at: Option<BootNs>,
     /// See `frozen_at`.
     pub frozen_for: Duration,
+    /// Why the last capture failed, if it did.
+    pub capture_code: Option<Code>,
     /// Bytes and entries of the stopped upper, once counted.
     pub size: Option<(u64, u64)>,
     drafts: Vec<Draft>,
@@ -194,6 +196,7 @@ impl Slot {
                 answers: BTreeMap::new(),
                 frozen_at: None,
                 frozen_for: Duration::ZERO,
+                capture_code: None,
                 size: None,
                 drafts: Vec::new(),
                 queue: VecDeque::new(),

@@ -107,6 +107,7 @@ fn prepare(
         keys: config.keys_dir.clone(),
         anchors: config.evidence_anchor_file.clone(),
         high_water: config.high_water_file.clone(),
+        reserve: config.reserve_mib.saturating_mul(1 << 20),
     };
     let store = Arc::new(Store::open(&files, Arc::new(move || now(boot)))?);
     for (dir, mode) in [

@@ -32,6 +32,7 @@ pub async fn run(host: Arc<Host>) {
         tick.tick().await;
         host.pulse.beat(Part::Sweep);
         ticks = ticks.wrapping_add(1);
+        host.store.reserve().refill();
         let now = clock::now();
         for slot in host.slots() {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {

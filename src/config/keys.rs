@@ -30,6 +30,12 @@ const KEYS: &[(&str, &str, &str)] = &[
     ),
     ("keys_dir", "The record key and the ticket key. Default: below state_dir.", ""),
     ("bundles_dir", "Where `preserved export` writes. Default: below state_dir.", ""),
+    (
+        "reserve_mib",
+        "MiB held back in state_dir, so that fences and removals are recorded when workloads have \
+         filled the disk; 0 for none.",
+        "",
+    ),
     ("lease.ttl", "How long a lease lasts without a renewal; a span, 1s to 24h.", ""),
     ("lease.max_lifetime", "Longest life of a lease, however often renewed; a span.", ""),
     (

@@ -60,6 +60,32 @@ pub fn ask(state: &Path, cgroups: &Path) -> Vec<Answer> {
     report.0
 }
 
+/// Whether room is held back in the state directory for a full disk: `wanted` bytes, 0 for none.
+pub fn reserve(state: &Path, file: &Path, wanted: u64) -> Answer {
+    let seen = || -> Seen {
+        let why = |e: rustix::io::Errno| e.to_string();
+        if wanted == 0 {
+            return Err("switched off (reserve_mib = 0): a full disk stops records".to_owned());
+        }
+        let free = rustix::fs::statvfs(state).map(|s| s.f_bfree * s.f_frsize).map_err(why)?;
+        let held = match rustix::fs::lstat(file) {
+            Ok(stat) => stat.st_blocks.cast_unsigned() * 512,
+            Err(rustix::io::Errno::NOENT) => 0,
+            Err(e) => return Err(why(e)),
+        };
+        let text = format!("{held} of {wanted} bytes held back, {free} free");
+        match held >= wanted {
+            true => Ok(text),
+            false => {
+                Err(format!("{text}: no agent ran yet, or the disk was full; free some space"))
+            }
+        }
+    };
+    let answer = seen();
+    let (ok, detail) = (answer.is_ok(), answer.unwrap_or_else(|why| why));
+    Answer { feature: "state-reserve", needed: false, ok, detail }
+}
+
 /// What was seen, or what was wrong, in words.
 type Seen = std::result::Result<String, String>;
 

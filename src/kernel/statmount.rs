@@ -54,7 +54,7 @@ pub enum Answer {
 pub fn superblock(fd: BorrowedFd<'_>) -> Result<Answer> {
     let unique = StatxFlags::from_bits_retain(STATX_MNT_ID_UNIQUE);
     let seen =
-        rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, unique).at("stat", super::proc_path(&fd))?;
+        rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, unique).at("stat", super::proc_path(fd))?;
     if seen.stx_mask & STATX_MNT_ID_UNIQUE == 0 {
         return Ok(Answer::Unknown);
     }
@@ -80,12 +80,12 @@ pub fn superblock(fd: BorrowedFd<'_>) -> Result<Answer> {
             Some(Errno::NOENT) => return Ok(Answer::NotMounted),
             other => {
                 return Err(other.unwrap_or(Errno::IO))
-                    .at("ask for the mount of", super::proc_path(&fd));
+                    .at("ask for the mount of", super::proc_path(fd));
             }
         }
     }
     parse(&answer).ok_or_else(|| Error::Garbled {
-        path: super::proc_path(&fd),
+        path: super::proc_path(fd),
         reason: "statmount gave no strings where it says they are".to_owned(),
     })
 }

@@ -75,7 +75,9 @@ codes! {
     TimedOut "timed_out" 504 7 "It did not finish in the time given.";
     Partial "partial" 500 8 "Done in part; the message says which fact is missing.";
     Unsupported "unsupported" 501 1 "This host or build cannot do it.";
-    UpperRefused "upper_refused" 422 1 "The directory cannot serve as an upper or lower.";
+    UpperRefused "upper_refused" 422 1 "The directory cannot serve as an upper or lower, or what is in it has no faithful form in a layer.";
+    DestinationExists "destination_exists" 409 4 "Something of this name is there already; nothing was overwritten.";
+    NoSpace "no_space" 507 1 "The file system of the state directory is full; nothing new is begun until there is room.";
     MountFailed "mount_failed" 500 1 "The overlay could not be mounted.";
     BundleInvalid "bundle_invalid" 422 1 "The bundle does not verify.";
     Internal "internal" 500 1 "An unexpected failure; the message says where.";

@@ -586,6 +586,21 @@ pub struct StatusView {
     pub cgroup: PathText,
     /// Bytes in preserved deltas at the last sweep.
     pub preserved_bytes: u64,
+    /// Room on the file system of the state directory.
+    pub space: SpaceView,
+}
+
+/// Room on the file system of the state directory, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SpaceView {
+    /// What root can still write.
+    pub free: u64,
+    /// Held back for the agent now.
+    pub reserve: u64,
+    /// To be held back; 0 when that is switched off.
+    pub reserve_wanted: u64,
+    /// Whether new sessions are refused (`no_space`).
+    pub short: bool,
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ use super::slot::Slot;
 use crate::model::code::Code;
 use crate::model::ids::{SessionId, WorkspaceId};
 use crate::model::journal::Entry;
-use crate::model::view::{EvidenceReport, PathText, StatusView};
+use crate::model::view::{EvidenceReport, PathText, SpaceView, StatusView};
 
 /// How long a request waits for what it set in motion, unless it says otherwise.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -119,6 +119,7 @@ impl Agent {
             }
             Err(fault) => (vec![], Some(text(fault))),
         };
+        let space = host.store.reserve().space();
         let shown = host.shown();
         Ok(StatusView {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -133,12 +134,18 @@ impl Agent {
             state_dir: PathText::of(&host.paths.state),
             cgroup: PathText::of(&host.paths.cgroups),
             preserved_bytes: shown.preserved_bytes,
+            space: SpaceView {
+                free: space.free,
+                reserve: space.held,
+                reserve_wanted: space.wanted,
+                short: space.short(),
+            },
         })
     }
 
     /// OpenMetrics text.
     pub fn metrics(&self) -> String {
-        self.0.metrics.text()
+        self.0.metrics.text(self.0.store.reserve().space())
     }
 
     /// The public key of mount tickets.
@@ -163,6 +170,11 @@ impl Agent {
 
 fn internal<E: std::error::Error>(fault: E) -> Failure {
     Failure::new(Code::Internal, text(fault))
+}
+
+/// A failure of the room of uppers, with its stable code.
+fn of_upper(fault: crate::upper::Error) -> Failure {
+    Failure::new(fault.code(), text(fault))
 }
 
 fn unavailable<E: std::error::Error>(fault: E) -> Failure {

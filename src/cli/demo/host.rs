@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::ops::RangeInclusive;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -25,7 +26,7 @@ const BASES: [&str; 5] = ["/var/tmp", "/tmp", "/var/lib", "/root", "/run"];
 const NAME: &str = "overfence-demo-";
 const BUBBLEWRAP: &str = "/usr/bin/bwrap";
 const PAUSE: Duration = Duration::from_millis(2);
-const START: Duration = Duration::from_secs(8);
+const START: Duration = Duration::from_secs(20);
 const END: Duration = Duration::from_secs(3);
 
 /// See the module.
@@ -39,8 +40,15 @@ pub(super) struct Place {
     socket: PathBuf,
     staff: Vec<(&'static str, Child)>,
     interrupted: Arc<Mutex<Option<Signal>>>,
+    /// The writers' TTL. A writer has to start and beat within it, so a host on which the agent took
+    /// long to be ready (an emulated one) has a longer one.
+    pub(super) ttl: Duration,
     cleared: bool,
 }
+
+/// Starting a writer is given ten times as long as the agent took to be ready.
+const STARTS: u32 = 10;
+const TTL: RangeInclusive<Duration> = Duration::from_secs(2)..=Duration::from_secs(8);
 
 impl Place {
     /// Makes directory, cgroup and mount namespace.
@@ -61,8 +69,8 @@ impl Place {
         let cgroup = own_cgroup().map_err(unsupported)?;
         let dir = own_dir().map_err(unsupported)?;
         let socket = dir.join("run/overfence.sock");
-        let place =
-            Self { dir, cgroup, binary, socket, staff: vec![], interrupted, cleared: false };
+        let (staff, ttl) = (vec![], *TTL.start());
+        let place = Self { dir, cgroup, binary, socket, staff, interrupted, ttl, cleared: false };
         // From here on the place is cleared by its drop, also when this fails.
         fs::create_dir(&place.cgroup).map_err(|e| {
             unsupported(format!("cannot make the cgroup {}: {e}", place.cgroup.display()))
@@ -87,9 +95,10 @@ impl Place {
         fs::write(&file, config.to_string())
             .map_err(|e| format!("cannot write {}: {e}", file.display()))?;
         self.hire("agent")?;
-        self.until("the agent is ready", START, || {
+        let took = self.until("the agent is ready", START, || {
             Ok(self.operator().ask(&["status"])?.json["ready"].as_bool() == Some(true))
         })?;
+        self.ttl = (took * STARTS).clamp(*TTL.start(), *TTL.end());
         self.hire("keeper")
     }
 
@@ -108,6 +117,11 @@ impl Place {
             .map_err(fault)?;
         self.staff.push((verb, child));
         Ok(())
+    }
+
+    /// The writers' TTL, as the command line takes it.
+    pub(super) fn ttl_words(&self) -> String {
+        format!("{}s", self.ttl.as_secs())
     }
 
     /// The agent's socket.

@@ -88,7 +88,8 @@ fn a_writes(
     step: &mut Step,
     database: &Database,
 ) -> Result<(Session, Writer), String> {
-    let a = open(place, step, &["-w", "demo", "--create", "--owner", "a", "--ttl", "2s"])?;
+    let ttl = place.ttl_words();
+    let a = open(place, step, &["-w", "demo", "--create", "--owner", "a", "--ttl", &ttl])?;
     report.name(&a.id, "$A");
     step.check(
         "the authority issued generation 1 to a",
@@ -101,14 +102,14 @@ fn a_writes(
     let mut writer = Writer::start(&place.operator(), &a.id, A)?;
     for line in WRITTEN.lines() {
         writer.feed(line)?;
-        let said = writer.hears(&format!("wrote {line}"), SOON)?;
+        let said = writer.hears(&format!("wrote {line}"), place.ttl + SOON)?;
         step.answered.push_str(&format!("; A: {said:?}"));
     }
     step.asked(&writer.asked, begun.elapsed());
     step.check("A's bytes are in its upper", check::holds(&a.upper.join("a.txt"), WRITTEN));
     let granted = shown(&place.dir, &a.id)?.1;
     let mut renewed = granted;
-    let waited = place.until("A's lease is renewed", SOON, || {
+    let waited = place.until("A's lease is renewed", place.ttl + SOON, || {
         renewed = shown(&place.dir, &a.id)?.1;
         Ok(renewed > granted)
     });
@@ -122,11 +123,12 @@ fn c_holds(
     report: &mut Report,
     step: &mut Step,
 ) -> Result<(Session, Writer), String> {
-    let c = open(place, step, &["-w", "demo-held", "--create", "--owner", "c", "--ttl", "2s"])?;
+    let ttl = place.ttl_words();
+    let c = open(place, step, &["-w", "demo-held", "--create", "--owner", "c", "--ttl", &ttl])?;
     report.name(&c.id, "$C");
     let begun = Instant::now();
     let mut writer = Writer::start(&place.operator(), &c.id, C)?;
-    let said = writer.hears("holding", SOON)?;
+    let said = writer.hears("holding", place.ttl + SOON)?;
     step.asked(&writer.asked, begun.elapsed());
     step.answered.push_str(&format!("; C: {said:?}"));
     let open = check::writer_of(&c.cgroup, "held.txt")?;
@@ -149,7 +151,7 @@ fn a_stops(
     let seen = open.map_or("nothing of A has a.txt open".to_owned(), |(_, seen)| seen);
     step.expect("it is between two writes", seen.starts_with("nothing"), seen.as_str());
     let is = |look: check::Look| look.map(|(ok, _)| ok);
-    place.until("A's cgroup is frozen", SOON, || is(check::frozen(&a.cgroup)))?;
+    place.until("A's cgroup is frozen", place.ttl + SOON, || is(check::frozen(&a.cgroup)))?;
     place.until("A's overlay is read-only", SOON, || is(check::superblock_is("ro", &a.merged)))?;
     step.asked("kill -STOP to every process of A, then nothing", begun.elapsed());
     step.check("A's cgroup is frozen", check::frozen(&a.cgroup));

@@ -151,7 +151,7 @@ fn refused(
 fn held(place: &Place, step: &mut Step, c: &Session) -> Result<(), String> {
     // Its lease began a little after A's; on a quick machine it has not run out yet.
     let operator = place.operator();
-    place.until("C's lease is lost and its holder is named", SOON, || {
+    place.until("C's lease is lost and its holder is named", place.ttl + SOON, || {
         let view = operator.must(&["session", "inspect", &c.id])?.json;
         Ok(text(&view, "/state") == "PRESERVED")
     })?;

@@ -138,10 +138,24 @@ fn stat(layer: &Layer) -> Result<Info> {
     walk::stat_fd(&layer.fd).at("stat", &layer.path)
 }
 
+/// Whether overlay reads options as they come. Before 6.5 it did not: any key is taken, up to a page
+/// in all, and what is not known is refused (and logged by the kernel) only by the mount.
+fn reads_options(upper: &Path) -> Result<bool> {
+    let fs = context(upper)?;
+    Ok(rustix::mount::fsconfig_set_string(fs.as_fd(), "overfence", "no such option").is_err())
+}
+
+fn context(upper: &Path) -> Result<OwnedFd> {
+    rustix::mount::fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)
+        .at("open a context for overlay", upper)
+}
+
 fn by_fsconfig(layers: &Layers, style: Style) -> std::result::Result<OwnedFd, Fault> {
     let upper = &layers.upper.path;
-    let fs = rustix::mount::fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)
-        .at("open a context for overlay", upper)?;
+    if style == Style::Appended && !reads_options(upper)? {
+        return Err(Fault::Unknown);
+    }
+    let fs = context(upper)?;
     let fs = fs.as_fd();
     // The first lower tells whether the kernel knows the style.
     let mut known = false;
@@ -160,12 +174,7 @@ fn by_fsconfig(layers: &Layers, style: Style) -> std::result::Result<OwnedFd, Fa
         rustix::mount::fsconfig_set_string(fs, key, value)
             .map_err(|e| refused(fs, e, "set the options of", upper))?;
     }
-    match rustix::mount::fsconfig_create(fs) {
-        // Before 6.5 any option is taken, and one that is not known refused only here. If it is
-        // refused for another reason, the next style is too.
-        Err(Errno::INVAL) if style == Style::Appended => return Err(Fault::Unknown),
-        answer => answer.map_err(|e| refused(fs, e, "mount overlay with", upper))?,
-    }
+    rustix::mount::fsconfig_create(fs).map_err(|e| refused(fs, e, "mount overlay with", upper))?;
     let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
     rustix::mount::fsmount(fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)
         .at("mount overlay with", upper)

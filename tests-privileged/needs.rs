@@ -1,0 +1,188 @@
+//! What tests need of the host beyond what every supported host has, and where that may be missing.
+//!
+//! A need is a feature of `overfence doctor`, whose answer for this host decides. A test whose need
+//! is missing fails, unless `skips.toml` lists the need, with its reason, for this kind of host.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use serde::Deserialize;
+
+/// Tests by their full name. A test that is not here runs everywhere.
+const NEEDS: &[(&str, &[&str])] = &[
+    ("confinement::i10_no_way_out_for_a_mapped_root", &["user-namespace", "idmapped-layers"]),
+    ("leases::a_mapped_root_is_root_in_the_layer", &["user-namespace", "idmapped-layers"]),
+];
+
+const SKIPS: &str = include_str!("skips.toml");
+/// Says what kind of host this is; without it, it is `development`.
+const HOST: &str = "OVERFENCE_HOST";
+
+#[derive(Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
+#[serde(rename_all = "lowercase")]
+enum Kind {
+    Development,
+    Guest,
+    Container,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Skips {
+    #[serde(default)]
+    skip: Vec<Skip>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Skip {
+    host: Kind,
+    need: String,
+    reason: String,
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    feature: String,
+    ok: bool,
+    detail: String,
+}
+
+/// What is to be done with a test.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Verdict {
+    Run,
+    /// Listed: with the reason.
+    Skip(String),
+    /// A need is missing and not listed.
+    Fail(String),
+}
+
+/// The host's answers beside what may be missing on its kind.
+pub struct Needs {
+    kind: Kind,
+    /// By feature: whether it is there, and the details.
+    answers: BTreeMap<String, (bool, String)>,
+    skips: Vec<Skip>,
+}
+
+impl Needs {
+    /// Asks this host. It panics if the host cannot be asked, or if a file of ours is wrong.
+    pub fn of_this_host() -> Self {
+        let kind = std::env::var(HOST).unwrap_or_else(|_| "development".into());
+        let out = Command::new(crate::host::binary())
+            .args(["doctor", "-o", "json"])
+            .output()
+            .expect("doctor can be started");
+        let doctor = String::from_utf8(out.stdout).expect("doctor speaks UTF-8");
+        Self::new(&kind, &doctor, SKIPS)
+    }
+
+    fn new(kind: &str, doctor: &str, skips: &str) -> Self {
+        let kind = Kind::deserialize(
+            serde::de::value::StrDeserializer::<serde::de::value::Error>::new(kind),
+        )
+        .unwrap_or_else(|e| panic!("{HOST}: {e}"));
+        let answers: Vec<Answer> = serde_json::from_str(doctor).expect("doctor's JSON");
+        let skips: Skips = toml::from_str(skips).unwrap_or_else(|e| panic!("skips.toml: {e}"));
+        Self {
+            kind,
+            answers: answers.into_iter().map(|a| (a.feature, (a.ok, a.detail))).collect(),
+            skips: skips.skip,
+        }
+    }
+
+    /// What is to be done with the test of this full name.
+    pub fn verdict(&self, test: &str) -> Verdict {
+        let needs = NEEDS.iter().find(|(name, _)| *name == test).map_or(&[][..], |(_, n)| n);
+        self.judge(needs)
+    }
+
+    fn judge(&self, needs: &[&str]) -> Verdict {
+        let mut verdict = Verdict::Run;
+        for need in needs {
+            let Some((ok, detail)) = self.answers.get(*need) else {
+                return Verdict::Fail(format!("doctor knows no feature {need:?}"));
+            };
+            if *ok {
+                continue;
+            }
+            match self.skips.iter().find(|s| s.host == self.kind && s.need == *need) {
+                Some(skip) => verdict = Verdict::Skip(format!("{need}: {}", skip.reason)),
+                None => {
+                    return Verdict::Fail(format!(
+                        "this host lacks {need} ({detail}), and skips.toml does not list it for a {:?} host",
+                        self.kind
+                    ));
+                }
+            }
+        }
+        verdict
+    }
+
+    /// Lines of `skips.toml` that must not be there, and needs of tests that do not exist.
+    pub fn wrong(&self, tests: &[String]) -> Vec<String> {
+        let mut wrong = vec![];
+        for skip in &self.skips {
+            let needed = NEEDS.iter().any(|(_, needs)| needs.contains(&&*skip.need));
+            if !needed {
+                wrong.push(format!("skips.toml lists {}, which no test needs", skip.need));
+            }
+            if skip.reason.trim().is_empty() {
+                wrong.push(format!("skips.toml lists {} without a reason", skip.need));
+            }
+            let here = skip.host == self.kind && self.answers.get(&skip.need).is_some_and(|a| a.0);
+            if here {
+                wrong.push(format!("skips.toml lists {}, which this host has", skip.need));
+            }
+        }
+        for (test, _) in NEEDS {
+            if !tests.iter().any(|t| t == test) {
+                wrong.push(format!("needs.rs names the test {test}, which does not exist"));
+            }
+        }
+        wrong
+    }
+}
+
+/// The rule itself, on made-up answers.
+pub fn the_rule_holds() {
+    let doctor = r#"[
+        { "feature": "there", "ok": true, "detail": "" },
+        { "feature": "missing", "ok": false, "detail": "ENOSYS" },
+        { "feature": "idmapped-layers", "ok": true, "detail": "" }
+    ]"#;
+    let skips = r#"
+        [[skip]]
+        host = "container"
+        need = "missing"
+        reason = "because"
+        [[skip]]
+        host = "container"
+        need = "idmapped-layers"
+        reason = " "
+    "#;
+    let container = Needs::new("container", doctor, skips);
+    assert_eq!(container.judge(&[]), Verdict::Run);
+    assert_eq!(container.judge(&["there"]), Verdict::Run);
+    assert_eq!(container.judge(&["there", "missing"]), Verdict::Skip("missing: because".into()));
+    assert!(matches!(container.judge(&["missing", "unheard-of"]), Verdict::Fail(_)));
+    // Listed for another kind of host only.
+    let guest = Needs::new("guest", doctor, skips);
+    assert!(matches!(guest.judge(&["missing"]), Verdict::Fail(_)));
+    assert_eq!(guest.wrong(&existing()).len(), 2, "{:?}", guest.wrong(&existing()));
+    let wrong = container.wrong(&existing());
+    assert_eq!(
+        wrong,
+        [
+            "skips.toml lists missing, which no test needs",
+            "skips.toml lists idmapped-layers without a reason",
+            "skips.toml lists idmapped-layers, which this host has",
+        ]
+    );
+    assert_eq!(container.wrong(&[]).len(), wrong.len() + NEEDS.len());
+}
+
+fn existing() -> Vec<String> {
+    NEEDS.iter().map(|(name, _)| (*name).to_owned()).collect()
+}

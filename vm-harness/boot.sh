@@ -1,0 +1,103 @@
+# Starts the guest, shows what it says, and ends it. Read by `run`.
+# shellcheck shell=bash
+
+# The disks, in the guest's order: a copy of the root, and what is to be run. The host's cache may be
+# lost with the host, not with the guest: a guest whose power is cut loses its own cache only.
+disk_arguments() {
+    printf '%s\n' \
+        -drive "if=none,id=root,format=raw,file=$work/disk.img,cache=unsafe" \
+        -device nvme,drive=root,serial=root \
+        -drive "if=none,id=payload,format=raw,file=$work/payload.img,read-only=on" \
+        -device nvme,drive=payload,serial=payload
+}
+
+# /dev/kvm may be there and not work, or work only half (nested hosts): only a kernel that got as
+# far as looking for its root, which takes a second, shows that it does.
+accelerator() {
+    if [ -w /dev/kvm ] && timeout 4 qemu-system-x86_64 -accel kvm -cpu host -M pc -m 256 -display none \
+        -nodefaults -no-user-config -no-reboot -serial "file:$work/trial.log" -kernel "$image/vmlinux" \
+        -append 'console=ttyS0 panic=-1' >/dev/null 2>&1 && grep -q 'Unable to mount root' "$work/trial.log"; then
+        printf '%s\n' -accel kvm -cpu host
+    else
+        # cx16=off: without it QEMU 7.2 brings 6.12 down early.
+        printf '%s\n' -accel tcg,thread=multi -cpu qemu64,+rdrand,cx16=off
+    fi
+}
+
+boot_guest() {
+    local arguments acceleration append state tail_pid
+    cp --sparse=always --reflink=auto "$image/disk.img" "$work/disk.img"
+    mapfile -t acceleration < <(accelerator)
+    mapfile -t arguments < <(disk_arguments)
+    say "kernel $kernel_version, ${acceleration[1]}, at most $deadline s"
+    append='root=/dev/nvme0n1 rw rootwait console=ttyS0 mitigations=off nokaslr tsc=reliable no_timer_check'
+    append+=' random.trust_cpu=on audit=0 panic=-1 quiet systemd.show_status=0 rcupdate.rcu_expedited=1'
+    if [ "$keep" = 1 ]; then
+        append+=' overfence.keep'
+    fi
+    : >"$results/output.log"
+    qemu-system-x86_64 "${acceleration[@]}" -M pc,hpet=off,smm=off,vmport=off -m 2048 -smp 2 -display none \
+        -nodefaults -no-user-config -no-reboot "${arguments[@]}" \
+        -chardev "socket,id=console,path=$work/console.sock,server=on,wait=off,logfile=$results/console.log" \
+        -serial chardev:console \
+        -device virtio-serial-pci \
+        -chardev "file,id=output,path=$results/output.log" -device virtserialport,chardev=output,name=output \
+        -chardev "file,id=status,path=$work/status" -device virtserialport,chardev=status,name=status \
+        -chardev "file,id=files,path=$work/files.tar" -device virtserialport,chardev=files,name=files \
+        -kernel "$image/vmlinux" -append "$append" </dev/null &
+    qemu_pid=$!
+    tail -c +1 -f -s 0.2 --pid="$qemu_pid" "$results/output.log" &
+    tail_pid=$!
+    if [ "$keep" = 1 ]; then
+        say "the guest stays until it is powered off or this is interrupted; a root shell:"
+        say "  socat -,raw,echo=0,escape=0x1d UNIX-CONNECT:$work/console.sock"
+        deadline=
+    fi
+    state=$(wait_for_end)
+    qemu_pid=
+    wait "$tail_pid" || true
+    tar -xf "$work/files.tar" -C "$results" 2>/dev/null || true
+    [ "$state" != late ] || {
+        say "the guest did not end within $deadline s and was ended; the last of its console:"
+        tail -n 20 "$results/console.log" >&2
+        return 124
+    }
+    [ -s "$work/status" ] || {
+        say "the guest ended without an answer; the last of its console:"
+        tail -n 20 "$results/console.log" >&2 || true
+        return 125
+    }
+    return "$(cat "$work/status")"
+}
+
+# Prints `ended`, or `late` when the guest had to be ended at its deadline.
+wait_for_end() {
+    local begun=$SECONDS
+    while alive; do
+        if [ -n "$deadline" ] && [ $((SECONDS - begun)) -ge "$deadline" ]; then
+            end_guest
+            echo late
+            return
+        fi
+        sleep 0.2
+    done
+    echo ended
+}
+
+# A child that ended and was not waited for yet is a zombie, not alive.
+alive() {
+    local state
+    state=$(sed 's/.*) //; s/ .*//' "/proc/$qemu_pid/stat" 2>/dev/null) && [ "$state" != Z ]
+}
+
+end_guest() {
+    if [ -z "$qemu_pid" ] || ! alive; then
+        return 0
+    fi
+    kill -TERM "$qemu_pid" 2>/dev/null || true
+    for _ in 1 2 3 4 5 6 7 8 9 10; do
+        alive || return 0
+        sleep 0.2
+    done
+    kill -KILL "$qemu_pid" 2>/dev/null || true
+}

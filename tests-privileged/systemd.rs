@@ -45,6 +45,9 @@ pub fn say_what_is_not_tested() {
 }
 
 const WRITES: &str = "while :; do echo x >> log; sleep 0.01; done";
+/// The same, by somebody who has a last word when asked to end.
+const POLITE: &str =
+    "trap 'echo bye > bye; exit 0' TERM; while :; do echo x >> log; sleep 0.01; done";
 
 /// A running, a frozen and an empty session.
 struct Three {
@@ -79,7 +82,7 @@ fn run(machine: &Machine, workspace: &str, ttl: &str, script: &str) -> (Child, S
 impl Three {
     fn open(machine: &Machine) -> Self {
         // A lease that lasts less than the test: it has to be renewed across all of it.
-        let (client, running) = run(machine, "running", "4s", WRITES);
+        let (client, running) = run(machine, "running", "4s", POLITE);
         let (held, frozen) = run(machine, "frozen", "60s", WRITES);
         let log_of = |id: &str| machine.state.join("sessions").join(id).join("upper/log");
         let log = log_of(&running);
@@ -90,6 +93,11 @@ impl Three {
         machine.until(&frozen, |v| has(v, "frozen"));
         let empty = open(machine, "empty", "10m");
         Self { running, frozen, empty, log, clients: vec![client, held] }
+    }
+
+    /// Whether the running one was asked to end, and had time for it.
+    fn was_asked(&self) -> bool {
+        self.log.with_file_name("bye").exists()
     }
 
     /// Directory and processes of each cgroup: neither may change.
@@ -226,7 +234,7 @@ fn ready_after_freeze(place: &Place) {
     }
     assert_eq!(freeze_of(&machine, &good), "0");
 
-    fs::remove_dir_all(machine.root.join(format!("etc/systemd/system/{AGENT}.d"))).unwrap();
+    fs::remove_file(machine.root.join(format!("etc/systemd/system/{AGENT}.d/1.conf"))).unwrap();
     machine.must(&["systemctl", "unmask", "--runtime", KEEPER]);
     machine.must(&["systemctl", "daemon-reload"]);
     machine.must(&["systemctl", "start", AGENT]);
@@ -347,6 +355,7 @@ fn drained(place: &Place) {
     for client in &mut three.clients {
         client.wait().unwrap();
     }
+    assert!(three.was_asked(), "the running one was killed without a word");
     let kept = [&three.running, &three.frozen];
     let down = |machine: &Machine| {
         for id in kept {
@@ -491,6 +500,7 @@ fn rebooted(place: &Place) {
     machine.reboot();
     let said = machine.must(&["journalctl", "-b", "-1", "-o", "cat", "--no-pager", "-u", SESSIONS]);
     assert!(said.contains("ended 3 session(s)"), "{said}");
+    assert!(three.was_asked(), "the running one was killed without a word");
     for client in &mut three.clients {
         client.wait().unwrap();
     }

@@ -41,12 +41,12 @@ sources_of() {
     printf '%s\n' "$file"
 }
 
-# The names of the packages a cloud kernel is made of: the image and, from 6.17 on, its binary and
+# The names of the packages a cloud kernel is made of: the image and, on new kernels, its base, binary and
 # modules, which it depends on.
 kernel_packages() {
     private_apt "$1" apt-cache depends --recurse --no-recommends --no-suggests --no-conflicts \
         --no-breaks --no-replaces --no-enhances linux-image-cloud-amd64 |
-        grep -E '^linux-(image|binary|modules)-[0-9].*-cloud-amd64$' | sort -u
+        grep -E '^linux-(image|base|binary|modules)-[0-9].*-cloud-amd64$' | sort -u
 }
 
 prepare_image() {
@@ -105,18 +105,20 @@ make_rootfs() {
 }
 
 make_image() {
-    local part=$work/image root=$work/root packages deb module
+    local part=$work/image root=$work/root packages deb modules
     mkdir -p "$part" "$root" "$work/kernel" "$work/debs"
     read -r -d '' -a packages <<<"$2" || true
     (cd "$work/debs" && private_apt "$1" apt-get -qq download "${packages[@]}") >&2 || die "a kernel package could not be had"
     for deb in "$work"/debs/*.deb; do
         dpkg-deb -x "$deb" "$work/kernel"
     done
-    uncompress_kernel "$work"/kernel/boot/vmlinuz-* "$part/vmlinux"
+    # In /boot, or from 7.x on beside the modules.
+    uncompress_kernel "$(find "$work/kernel" -type f -name 'vmlinuz*' | head -n1)" "$part/vmlinux"
     tar -xf "$rootfs" -C "$root" --exclude='./dev/*'
-    module=$(find "$work/kernel" -type d -path '*lib/modules/*' -name "$kernel_version" | head -n1)
-    mkdir -p "$root/usr/lib/modules"
-    mv "$module" "$root/usr/lib/modules/"
+    mkdir -p "$root/usr/lib/modules/$kernel_version"
+    for modules in "$work"/kernel/{,usr/}lib/modules/"$kernel_version"; do
+        [ ! -d "$modules" ] || cp -a "$modules/." "$root/usr/lib/modules/$kernel_version/"
+    done
     chroot "$root" depmod "$kernel_version"
     # Sparse: what tests write is in it, and a run's copy costs only what is used.
     truncate -s 6G "$part/disk.img"

@@ -76,7 +76,7 @@ need_rust() {
 
 build=(gcc libc6-dev make ca-certificates)
 run=(bubblewrap)
-test=(e2fsprogs util-linux python3)
+test=(e2fsprogs util-linux python3 systemd-container mmdebstrap)
 
 cd "$(dirname "$0")/.."
 case ${1:-} in
@@ -92,6 +92,7 @@ test)
     if [ "$(id -u)" = 0 ]; then
         need_kernel
         need_packages "${build[@]}" "${run[@]}" "${test[@]}"
+        tests-privileged/systemd/rootfs.sh >/dev/null
     else
         need_packages "${build[@]}"
     fi

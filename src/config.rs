@@ -13,6 +13,7 @@ use toml::Table;
 
 use crate::model::head::Digest;
 use crate::model::lease::checked_ttl;
+use crate::model::limits::Limits;
 use crate::model::session::{AfterDoubt, OnBusy, OnSlowFreeze, Policy};
 
 pub mod duration;
@@ -79,8 +80,10 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// The API's socket.
     pub socket: PathBuf,
-    /// Parent of the sessions' cgroups, relative to the cgroup2 root.
-    pub cgroup: PathBuf,
+    /// Parent of the sessions' cgroups, relative to the cgroup2 root; without it the agent finds
+    /// its place by itself.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<PathBuf>,
     /// The highest generation of each workspace ever seen.
     pub high_water_file: PathBuf,
     /// Signed heads of the evidence chain.
@@ -89,6 +92,8 @@ pub struct Config {
     pub keys_dir: PathBuf,
     /// Where exported bundles go.
     pub bundles_dir: PathBuf,
+    /// MiB held back in `state_dir` for the agent on a full disk; 0 for none.
+    pub reserve_mib: u64,
     /// Leases.
     pub lease: LeaseKeys,
     /// Fences.
@@ -101,6 +106,8 @@ pub struct Config {
     pub open: OpenKeys,
     /// What commands run as.
     pub workload: WorkloadKeys,
+    /// What a session may use at most, where its opener does not say.
+    pub limits: Limits,
     /// Who may ask.
     pub api: ApiKeys,
 }
@@ -209,17 +216,19 @@ impl Default for Config {
             (PathBuf::from("/var/lib/overfence"), PathBuf::from("/run/overfence"));
         Self {
             socket: runtime_dir.join("overfence.sock"),
-            cgroup: "overfence-sessions".into(),
+            cgroup: None,
             high_water_file: state_dir.join("high-water"),
             evidence_anchor_file: state_dir.join("evidence-anchors"),
             keys_dir: state_dir.join("keys"),
             bundles_dir: state_dir.join("bundles"),
+            reserve_mib: 16,
             lease: LeaseKeys::default(),
             fence: FenceKeys::default(),
             preserve: PreserveKeys::default(),
             checkpoint: CheckpointKeys::default(),
             open: OpenKeys::default(),
             workload: WorkloadKeys::default(),
+            limits: Limits::default(),
             api: ApiKeys::default(),
             state_dir,
             runtime_dir,
@@ -324,9 +333,11 @@ impl Config {
             }
         }
         let plain = |part| matches!(part, std::path::Component::Normal(_));
-        if self.cgroup.as_os_str().is_empty() || !self.cgroup.components().all(plain) {
+        if let Some(cgroup) = &self.cgroup
+            && (cgroup.as_os_str().is_empty() || !cgroup.components().all(plain))
+        {
             let why = "is not below the cgroup2 root; write it without a leading slash and `..`";
-            return Err(("cgroup", format!("{:?} {why}", self.cgroup)));
+            return Err(("cgroup", format!("{cgroup:?} {why}")));
         }
         checked_ttl(self.lease.ttl).map_err(|fault| ("lease.ttl", fault.to_string()))?;
         if self.lease.max_lifetime < self.lease.ttl {
@@ -340,6 +351,9 @@ impl Config {
             if span.is_zero() {
                 return Err((key, "it is zero; choose a longer time".into()));
             }
+        }
+        if self.limits.pids == Some(0) {
+            return Err(("limits.pids", "no process could run; choose at least 1".into()));
         }
         for (key, id) in [("workload.uid", self.workload.uid), ("workload.gid", self.workload.gid)]
         {

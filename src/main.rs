@@ -20,7 +20,8 @@ fn log() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let registry = tracing_subscriber::registry().with(filter);
     match tracing_journald::layer().ok().filter(|_| stderr_is_journal()) {
-        Some(journal) => registry.with(journal).init(),
+        // Fields under their own names, so that `journalctl OVERFENCE_SESSION=...` finds them.
+        Some(journal) => registry.with(journal.with_field_prefix(None)).init(),
         None => {
             let layer = tracing_subscriber::fmt::layer()
                 .with_writer(std::io::stderr)

@@ -188,7 +188,7 @@ fn clear(dir: &Path, top: &Path) -> Result<(), Failed> {
     Ok(())
 }
 
-fn remove_cgroups(dir: &Path) -> std::io::Result<()> {
+pub fn remove_cgroups(dir: &Path) -> std::io::Result<()> {
     for entry in std::fs::read_dir(dir)? {
         let entry = entry?;
         if entry.file_type()?.is_dir() {

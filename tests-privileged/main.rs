@@ -8,8 +8,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
 mod agent_process;
+mod breakers;
 mod confinement;
 mod demo;
+mod full_disk;
 mod host;
 mod keeper;
 mod kernel_facts;
@@ -20,6 +22,7 @@ mod races;
 mod restart;
 mod rig;
 mod room;
+mod systemd;
 mod upper;
 mod workload;
 
@@ -35,10 +38,13 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
+        ("full_disk", full_disk::tests()),
+        ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),
         ("keeper", keeper::tests()),
         ("demo", demo::tests()),
+        ("systemd", systemd::tests()),
     ]
 }
 
@@ -50,6 +56,9 @@ fn main() {
     let root = rustix::process::geteuid().is_root();
     if !root {
         eprintln!("\n*** NOT ROOT: no privileged test is run. Run `make test` as root. ***\n");
+    }
+    if root {
+        systemd::say_what_is_not_tested();
     }
     let tests = all();
     let names: Vec<String> = tests

@@ -247,12 +247,12 @@ fn close_modes(place: &Place) {
 
 fn failed_open(place: &Place) {
     with_agent(place, |agent| async move {
-        // The cgroup of a session cannot be made where a file system is read-only for us: take the
-        // parent away.
-        std::fs::remove_dir(place.cgroup.join("sessions")).unwrap();
+        // The cgroup of a session cannot be made where its parent allows none.
+        let most = place.cgroup.join("sessions/cgroup.max.descendants");
+        std::fs::write(&most, "0").unwrap();
         let failed = agent.open(&ROOT, wish("w", "a", 60_000)).await;
         assert!(failed.is_err());
-        std::fs::create_dir(place.cgroup.join("sessions")).unwrap();
+        std::fs::write(&most, "max").unwrap();
         let begun = std::time::Instant::now();
         while agent.sessions().await.unwrap().iter().any(|s| s.state != "CLOSED") {
             assert!(begun.elapsed() < paced(SOON), "{:#?}", agent.sessions().await.unwrap());

@@ -18,7 +18,9 @@ pub fn config(place: &Place) -> Config {
     let mut config = Config {
         state_dir: place.dir.join("state"),
         runtime_dir: place.dir.join("run"),
-        cgroup: place.cgroup.strip_prefix(crate::host::cgroup2_root()).unwrap().join("sessions"),
+        cgroup: Some(
+            place.cgroup.strip_prefix(crate::host::cgroup2_root()).unwrap().join("sessions"),
+        ),
         ..Config::default()
     };
     config.socket = config.runtime_dir.join("overfence.sock");

@@ -13,7 +13,7 @@ use overfence::model::facts::{Fact, Facts, Proof};
 use overfence::model::head::{Digest, Head, HeadAt};
 use overfence::model::ids::{Generation, HostId, LeaseId, SessionId};
 use overfence::model::time::BootNs;
-use overfence::upper::bundle::{self, Provenance};
+use overfence::upper::bundle::{self, Provenance, Readers};
 use overfence::upper::changes::{Changes, Format, is_empty};
 use overfence::upper::layer::{Captured, Source, Writers, capture};
 use overfence::upper::remove::{self, ProvedGone, SessionDirs};
@@ -60,7 +60,8 @@ impl Host {
         furnish(&at("source"));
         let store = LayerStore::open(&at("layers")).unwrap();
         let fd = File::open(at("source")).unwrap();
-        let captured = capture(Source::Directory(fd.as_fd()), Writers::Running, &store).unwrap();
+        let captured =
+            capture(Source::Directory(fd.as_fd()), Writers::Running, &store, &|| false).unwrap();
         Self { store, sessions: at("sessions"), trash: at("trash"), base: captured.diff_id }
     }
 
@@ -89,7 +90,7 @@ impl Host {
     fn capture(&self, upper: &Path) -> Result<Captured> {
         let fd = File::open(upper).unwrap();
         let source = Source::Upper(fd.as_fd(), Format::Trusted);
-        capture(source, Writers::Running, &self.store)
+        capture(source, Writers::Running, &self.store, &|| false)
     }
 }
 
@@ -352,7 +353,8 @@ fn a_plain_directory_with_overlay_marks_is_refused(place: &Place) {
         fs::create_dir(&plain).unwrap();
         spoil();
         let fd = File::open(&plain).unwrap();
-        let outcome = capture(Source::Directory(fd.as_fd()), Writers::Running, &host.store);
+        let outcome =
+            capture(Source::Directory(fd.as_fd()), Writers::Running, &host.store, &|| false);
         assert!(matches!(outcome, Err(Error::NotPortable { .. })), "{outcome:?}");
         fs::remove_dir_all(&plain).unwrap();
     }
@@ -501,8 +503,13 @@ fn provenance(id: SessionId) -> Provenance {
         exported_at: jiff::Timestamp::UNIX_EPOCH,
         statement: bundle::STATEMENT.into(),
         stable: true,
+        escaped: Default::default(),
         evidence: serde_json::Value::Null,
     }
+}
+
+fn export(host: &Host, layer: Digest, id: SessionId, dest: &Path) -> Result<bundle::Bundle> {
+    bundle::export(&host.store, layer, &provenance(id), dest, Readers::Owner, &|| false)
 }
 
 /// Bytes that do not compress.
@@ -534,12 +541,12 @@ fn a_full_disk_leaves_no_bundle_behind(place: &Place) {
     });
     let layer = host.capture(&dirs.upper).unwrap().diff_id;
     let tiny = tiny(place);
-    let error = bundle::export(&host.store, layer, &provenance(id), &tiny.join("b")).unwrap_err();
+    let error = export(&host, layer, id, &tiny.join("b")).unwrap_err();
     assert_eq!(error.errno(), Some(Errno::NOSPC), "{error}");
     assert_eq!(fs::read_dir(&tiny).unwrap().count(), 0, "something was left");
     umount(&tiny).unwrap();
     // Where there is room the same export works, and can be read without root's store.
-    let made = bundle::export(&host.store, layer, &provenance(id), &place.dir.join("b")).unwrap();
+    let made = export(&host, layer, id, &place.dir.join("b")).unwrap();
     assert_eq!(bundle::verify(&place.dir.join("b")).unwrap(), made);
 }
 
@@ -550,12 +557,14 @@ fn a_full_disk_leaves_no_layer_behind(place: &Place) {
     fs::create_dir(&source).unwrap();
     fs::write(source.join("big"), noise(3 << 20)).unwrap();
     let fd = File::open(&source).unwrap();
-    let outcome = capture(Source::Directory(fd.as_fd()), Writers::Running, &store);
+    let outcome = capture(Source::Directory(fd.as_fd()), Writers::Running, &store, &|| false);
     assert_eq!(outcome.unwrap_err().errno(), Some(Errno::NOSPC));
     // Zeros compress into the store but are sparse in the tree; data that does not fit the tree
     // leaves the layer, without a tree.
     fs::write(source.join("big"), [&noise(4096)[..]; 400].concat()).unwrap();
-    let layer = capture(Source::Directory(fd.as_fd()), Writers::Running, &store).unwrap().diff_id;
+    let layer = capture(Source::Directory(fd.as_fd()), Writers::Running, &store, &|| false)
+        .unwrap()
+        .diff_id;
     assert_eq!(store.ensure_tree(layer).unwrap_err().errno(), Some(Errno::NOSPC));
     assert!(matches!(store.lower_path(layer), Err(Error::NotComplete(_))));
     assert_eq!(fs::read_dir(tiny.join("layers")).unwrap().count(), 1);

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::agenda::Agenda;
 use super::host::Host;
+use super::pulse::Part;
 use super::slot::Slot;
 use crate::kernel::cgroup::Stamp;
 use crate::kernel::clock::{self, BootTimer, Waker};
@@ -66,6 +67,7 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
         }
         timer.wait_or(&host.deadlines.waker)?;
         host.deadlines.waker.drain();
+        host.pulse.beat(Part::Deadlines);
         let now = clock::now();
         let due = host.deadlines.agenda().take_due(now);
         // The wish is written for all of them first, then each is asked for its proof.
@@ -104,7 +106,7 @@ fn stop(host: &Host, slot: &Arc<Slot>, now: BootNs) -> Option<(Arc<Slot>, BootNs
         let stamp = Stamp { purpose: Purpose::Deadline, generation: inner.session.generation };
         for answer in [cgroup.stamp(&stamp), cgroup.write_freeze(true)] {
             if let Err(fault) = answer {
-                tracing::error!(OVERFENCE_SESSION = %slot.id, "{fault}");
+                tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{fault}");
             }
         }
     }

@@ -89,7 +89,7 @@ impl Host {
         let path = self.paths.cgroup(slot.id);
         let cgroup = match Cgroup::open(&path).map_err(text)? {
             Some(cgroup) => cgroup,
-            None => Cgroup::create(&path).map_err(text)?,
+            None => self.make_cgroup(slot.id, &inner.session.limits).map_err(text)?,
         };
         let cgroup = Arc::new(cgroup);
         inner.cgroup = Some(Arc::clone(&cgroup));
@@ -209,15 +209,9 @@ impl Host {
     }
 
     fn ask_to_end(&self, slot: &Slot, cgroup: &Cgroup) {
-        let Ok(Some(init)) = super::show::init_of(&self.paths, slot.id) else { return };
-        if !init.lives_in(cgroup.path()).unwrap_or(false) {
+        if !super::show::ask_to_end(&self.paths.init_of(slot.id), cgroup.path()) {
             return;
         }
-        let Ok(pid) = i32::try_from(init.pid) else { return };
-        let _ = nix::sys::signal::kill(
-            nix::unistd::Pid::from_raw(pid),
-            nix::sys::signal::Signal::SIGTERM,
-        );
         let until = clock::now().plus(STOP);
         while clock::now() < until && cgroup.state().is_ok_and(|state| state.populated) {
             std::thread::sleep(AGAIN);
@@ -271,7 +265,7 @@ impl Host {
             Ok(()) => Ok(vec![Event::Released]),
             // Another lease took its place: it is given back all the more.
             Err(refusal) => {
-                tracing::info!(OVERFENCE_SESSION = %s.id, "the lease was over already: {refusal}");
+                tracing::info!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "the lease was over already: {refusal}");
                 Ok(vec![Event::Released])
             }
         }
@@ -281,8 +275,16 @@ impl Host {
     /// somebody let run meanwhile is worth nothing.
     fn capture(&self, slot: &Slot, s: &Session, key: PublicationKey) -> Answered {
         // An upper that became empty again after a publication is a layer too: the empty one.
-        let captured =
-            capture_upper(&self.layers, &slot.dirs.upper, s.own_layer.is_some()).map_err(text)?;
+        let own = s.own_layer.is_some();
+        // A capture takes long where there is much; a session that is lost meanwhile needs none.
+        let stop = || self.stopping() || slot.lock().session.state != s.state;
+        let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
+        slot.lock().capture_code = captured.as_ref().err().map(crate::upper::Error::code);
+        if matches!(captured, Err(crate::upper::Error::Stopped)) {
+            // What stopped it has its own effects; nobody waits for this one.
+            return Ok(vec![]);
+        }
+        let captured = captured.map_err(text)?;
         let captured = Event::Captured { key, layer: captured.map(|c| c.diff_id) };
         let (cgroup, mounted) = {
             let inner = slot.lock();
@@ -376,7 +378,10 @@ impl Host {
             }]);
         }
         match self.gone.prove(slot.id, &slot.dirs, TEARDOWN).map_err(text)? {
-            Some(proof) => Ok(vec![Event::Gone { proof }]),
+            Some(proof) => {
+                self.vacate(slot)?;
+                Ok(vec![Event::Gone { proof }])
+            }
             None => Err(self.who_keeps_it(slot)),
         }
     }
@@ -396,27 +401,34 @@ impl Host {
         }
     }
 
+    /// What a session without processes and mount needs no longer: deadline, cgroup, run-time
+    /// directory. Done twice it is the same.
+    fn vacate(&self, slot: &Slot) -> Result<(), String> {
+        self.deadlines.remove(slot.id);
+        self.table().remove(slot.id).map_err(text)?;
+        self.events.remove(slot.id);
+        let cgroup = slot.lock().cgroup.take();
+        match cgroup.map(Arc::try_unwrap) {
+            Some(Ok(cgroup)) => cgroup.remove(TEARDOWN).map_err(text)?,
+            // Somebody reads it at this moment; the directory is removed by its path.
+            Some(Err(_)) | None => {
+                if let Some(cgroup) = Cgroup::open(&self.paths.cgroup(slot.id)).map_err(text)? {
+                    cgroup.remove(TEARDOWN).map_err(text)?;
+                }
+            }
+        }
+        super::show::remove(&self.paths, slot.id).map_err(text)?;
+        let _ = self.sockets.send(SessionSocket::Gone { session: slot.id });
+        Ok(())
+    }
+
     fn remove(&self, slot: &Slot, s: &Session) -> Answered {
         let Some(gone) = ProvedGone::from_facts(s.id, &s.facts) else {
             return Err("the superblock is not proved gone".to_owned());
         };
         let removed =
             remove::remove(&self.paths.sessions, &gone, &self.paths.trash).map_err(text)?;
-        self.deadlines.remove(s.id);
-        self.table().remove(s.id).map_err(text)?;
-        self.events.remove(s.id);
-        let cgroup = slot.lock().cgroup.take();
-        match cgroup.map(Arc::try_unwrap) {
-            Some(Ok(cgroup)) => cgroup.remove(TEARDOWN).map_err(text)?,
-            // Somebody reads it at this moment; the directory is removed by its path.
-            Some(Err(_)) | None => {
-                if let Some(cgroup) = Cgroup::open(&self.paths.cgroup(s.id)).map_err(text)? {
-                    cgroup.remove(TEARDOWN).map_err(text)?;
-                }
-            }
-        }
-        super::show::remove(&self.paths, s.id).map_err(text)?;
-        let _ = self.sockets.send(SessionSocket::Gone { session: s.id });
+        self.vacate(slot)?;
         Ok(vec![Event::Removed { bytes: removed.bytes, entries: removed.entries }])
     }
 }
@@ -426,13 +438,14 @@ pub fn capture_upper(
     layers: &LayerStore,
     upper: &Path,
     even_empty: bool,
+    stop: crate::upper::Stop<'_>,
 ) -> crate::upper::Result<Option<Captured>> {
     let dir = Dir::open(upper)?;
     if !even_empty && changes::is_empty(dir.as_fd())? {
         return Ok(None);
     }
     let source = Source::Upper(dir.as_fd(), Format::Trusted);
-    layer::capture(source, Writers::Frozen, layers).map(Some)
+    layer::capture(source, Writers::Frozen, layers, stop).map(Some)
 }
 
 /// An error with all its causes, in one line.

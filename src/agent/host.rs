@@ -12,14 +12,18 @@ use super::deadlines::Deadlines;
 use super::effects::text;
 use super::metrics::Metrics;
 use super::paths::Paths;
+use super::pulse::Pulse;
 use super::slot::{Inner, Slot};
 use crate::authority::Authority;
 use crate::config::Config;
+use crate::kernel::cgroup::{self, Cgroup};
 use crate::kernel::deadlines::{Deadline, Table};
 use crate::kernel::events::CgroupEvents;
 use crate::kernel::gone::{Gone, Probe, UnmountWatch, index_probe};
+use crate::kernel::limits;
 use crate::model::facts::Proof;
 use crate::model::ids::{BootId, HostId, SessionId};
+use crate::model::limits::Limits;
 use crate::model::session::Session;
 use crate::model::time::BootNs;
 use crate::store::Store;
@@ -69,6 +73,8 @@ pub struct Host {
     pub events: CgroupEvents,
     /// Counters.
     pub metrics: Metrics,
+    /// Whether the agent's own parts go round.
+    pub pulse: Pulse,
     /// Where blocking work is run.
     pub runtime: tokio::runtime::Handle,
     pub(super) sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
@@ -77,6 +83,7 @@ pub struct Host {
     table: Mutex<Table>,
     sync: Mutex<()>,
     stopping: AtomicBool,
+    draining: AtomicBool,
 }
 
 /// What changes and is shown.
@@ -132,6 +139,7 @@ impl Host {
             renewals: Mutex::default(),
             events: CgroupEvents::new()?,
             metrics: Metrics::new(),
+            pulse: Pulse::default(),
             runtime,
             sockets,
             state: Mutex::default(),
@@ -139,6 +147,7 @@ impl Host {
             table: Mutex::new(table),
             sync: Mutex::new(()),
             stopping: AtomicBool::new(false),
+            draining: AtomicBool::new(false),
         }))
     }
 
@@ -151,6 +160,16 @@ impl Host {
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
         self.deadlines.wake();
+    }
+
+    /// Whether sessions are being taken down and new ones refused.
+    pub fn draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Refuses new sessions from now on, as long as this agent runs.
+    pub fn start_draining(&self) {
+        self.draining.store(true, Ordering::SeqCst);
     }
 
     /// A session by its id.
@@ -216,15 +235,33 @@ impl Host {
     pub fn refresh_deadline(&self, inner: &Inner) {
         let (deadline, _) = inner.deadline();
         if let Err(fault) = self.enter_deadline(&inner.session, deadline) {
-            tracing::error!(OVERFENCE_SESSION = %inner.session.id, "the keeper's entry was not written: {fault}");
+            tracing::error!(OVERFENCE_SESSION = %inner.session.id, OVERFENCE_WORKSPACE = %inner.session.workspace, "the keeper's entry was not written: {fault}");
         }
         self.deadlines.set(inner.session.id, deadline);
         self.renewals().set_if_none(inner.session.id, inner.lease.next);
     }
 
+    /// Makes a session's cgroup with its limits, and its parent if that was removed: systemd does
+    /// so with the directory of a unit that has no process.
+    pub fn make_cgroup(&self, id: SessionId, limits: &Limits) -> crate::kernel::Result<Cgroup> {
+        self.enable_limits(limits)?;
+        let cgroup = Cgroup::create(&self.paths.cgroup(id))?;
+        limits::apply(cgroup.path(), limits)?;
+        Ok(cgroup)
+    }
+
+    /// Has what limits need in the sessions' cgroups, or says what is missing.
+    pub fn enable_limits(&self, limits: &Limits) -> crate::kernel::Result<()> {
+        let parent = &self.paths.cgroups;
+        cgroup::make_parent(parent)?;
+        let depth = self.paths.parent.components().count();
+        let root = parent.ancestors().nth(depth).unwrap_or(parent);
+        limits::enable(root, parent, limits)
+    }
+
     /// A session's cgroup as the hierarchy names it, as in `/proc/PID/cgroup`.
     pub fn cgroup_in_hierarchy(&self, id: SessionId) -> String {
-        format!("/{}/{id}", self.config.cgroup.display())
+        format!("/{}/{id}", self.paths.parent.display())
     }
 }
 

@@ -16,6 +16,7 @@ use crate::model::facts::Fact;
 use crate::model::session::{Session, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
+use crate::store::reserve::Space;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ByReason {
@@ -51,6 +52,8 @@ pub struct Metrics {
     sessions: Family<ByState, Gauge>,
     active: Gauge,
     preserved_bytes: Gauge,
+    free_bytes: Gauge,
+    reserve_bytes: Gauge,
     reconciled: Gauge<f64, AtomicU64>,
     bytes_freed: Counter,
 }
@@ -93,6 +96,18 @@ impl Metrics {
         registry.register("active_writer_leases", "Sessions that hold their lease", active.clone());
         let preserved_bytes = Gauge::default();
         registry.register("preserved_bytes", "Bytes in preserved deltas", preserved_bytes.clone());
+        let free_bytes = Gauge::default();
+        registry.register(
+            "state_free_bytes",
+            "What root can still write on the file system of the state directory",
+            free_bytes.clone(),
+        );
+        let reserve_bytes = Gauge::default();
+        registry.register(
+            "reserve_bytes",
+            "Room held back for the agent on a full disk",
+            reserve_bytes.clone(),
+        );
         let reconciled = Gauge::default();
         registry.register(
             "reconcile_last_success_timestamp_seconds",
@@ -112,6 +127,8 @@ impl Metrics {
             sessions,
             active,
             preserved_bytes,
+            free_bytes,
+            reserve_bytes,
             reconciled,
             bytes_freed,
         }
@@ -183,7 +200,10 @@ impl Metrics {
     }
 
     /// OpenMetrics text.
-    pub fn text(&self) -> String {
+    pub fn text(&self, space: Space) -> String {
+        let gauge = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        self.free_bytes.set(gauge(space.free));
+        self.reserve_bytes.set(gauge(space.held));
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = encode(&mut text, &self.registry);

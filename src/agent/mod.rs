@@ -9,6 +9,7 @@
 //! watch     (thread)              cgroup.events of all sessions -> ForeignThaw
 //! renew     (task)                signs of life                 -> Renewed, RenewalMissed, LeaseLost
 //! sweep     (task)                every second and every 30 s   -> Tick, Witnessed, readmission by policy
+//! tell      (task)                all of these going round      -> WATCHDOG=1 and STATUS= to systemd
 //! worker    (blocking, one a session while it has work)         effects -> their answers
 //! handle    (any task)            requests of the API           -> wishes
 //! ```
@@ -27,15 +28,20 @@ mod metrics;
 mod modelcheck;
 mod open;
 mod paths;
+mod pulse;
 mod recover;
 mod renew;
 mod show;
+mod shutdown;
 mod slot;
 mod start;
 mod sweep;
+mod tell;
 mod view;
 mod watch;
 
 pub use handle::{Agent, Sign};
 pub use host::SessionSocket;
+pub use shutdown::end_sessions;
 pub use start::{StartError, start};
+pub use tell::manager;

@@ -15,7 +15,6 @@ use super::effects::text;
 use super::failure::{Caller, Failure};
 use super::host::{Host, SessionSocket};
 use super::slot::{LeaseClock, Slot, draft};
-use crate::kernel::cgroup::Cgroup;
 use crate::kernel::clock;
 use crate::kernel::idmap::IdMap;
 use crate::kernel::overlay::{self, Spec};
@@ -25,6 +24,7 @@ use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
+use crate::model::limits::Limits;
 use crate::model::session::{FenceWish, Loss, Policy, RunAs, Session, State};
 use crate::model::step::Event;
 use crate::model::view::OpenSession;
@@ -54,6 +54,7 @@ pub struct Wish {
     ttl: Duration,
     max_lifetime: Duration,
     run_as: RunAs,
+    limits: Limits,
     policy: Policy,
     force: bool,
     wait: Duration,
@@ -69,6 +70,12 @@ impl Wish {
         let uid = wish.uid.unwrap_or(host.config.workload.uid);
         let gid =
             wish.gid.unwrap_or(if wish.uid.is_some() { uid } else { host.config.workload.gid });
+        let limits = wish.limits.or(host.config.limits);
+        // Before a lease is taken for a session that could not be bounded.
+        host.enable_limits(&limits).map_err(|e| match &e {
+            crate::kernel::Error::NoController { .. } => Failure::new(Code::Unsupported, text(e)),
+            _ => Failure::new(Code::Internal, text(e)),
+        })?;
         let mut policy = host.config.policy();
         if let Some(on_busy) = wish.on_busy {
             policy.on_busy = on_busy;
@@ -94,6 +101,7 @@ impl Wish {
                 host_network: wish.host_network
                     || host.config.workload.network == crate::config::Network::Host,
             },
+            limits,
             policy,
             force: wish.force,
             wait: wish.wait_ms.map_or(host.config.open.predecessor_wait, Duration::from_millis),
@@ -103,12 +111,38 @@ impl Wish {
 }
 
 impl Host {
+    /// Refuses on a full disk: what is begun there fails half way and takes the room that stopping others needs.
+    pub fn refuse_when_short(&self) -> Result<(), Failure> {
+        let space = self.store.reserve().space();
+        if !space.short() {
+            return Ok(());
+        }
+        let why = format!(
+            "the file system of {} is full ({} bytes free, {} of {} held back for the agent): no \
+             session is opened; remove what is not needed, for instance by `overfence preserved \
+             discard` (`overfence preserved list` shows sizes)",
+            self.paths.state.display(),
+            space.free,
+            space.held,
+            space.wanted
+        );
+        Err(Failure::new(Code::NoSpace, why))
+    }
+
     /// Opens a session. Blocks; call it on the blocking pool.
     pub fn open(self: &Arc<Self>, by: &Caller, wish: Wish) -> Result<Made, Failure> {
+        self.refuse_when_short()?;
+        self.not_draining()?;
         let id = SessionId::fresh();
         let token = fresh_token()?;
         let sent = clock::now();
-        let (session, acquired) = self.acquire(by, &wish, id, &token)?;
+        let acquired = self.acquire(by, &wish, id, &token);
+        let (session, acquired) = match acquired {
+            Err(failure) if failure.code == Code::AuthorityUnavailable => {
+                return self.refuse_when_short().and(Err(failure));
+            }
+            answer => answer?,
+        };
         let clock = LeaseClock::granted(sent, wish.ttl, session.ends);
         let dirs = remove::SessionDirs::of(&self.paths.sessions, id);
         let slot = Slot::new(session, clock, dirs, true);
@@ -116,9 +150,9 @@ impl Host {
         self.adopt(&slot);
         let built = self
             .store
-            .marks()
-            .raise(&wish.workspace, acquired.lease.generation)
+            .raise_mark(&wish.workspace, acquired.lease.generation)
             .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))
+            .and_then(|()| self.not_draining())
             .and_then(|()| self.fence_predecessors(&slot, &wish))
             .and_then(|()| self.build(&slot, &acquired.at))
             .and_then(|ticket| self.still_newest(&slot).map(|()| ticket));
@@ -140,7 +174,7 @@ impl Host {
             }
             Err(failure) => {
                 self.apply(&slot, Event::OpenFailed { why: failure.message.clone() }, "agent");
-                Err(failure)
+                self.refuse_when_short().and(Err(failure))
             }
         }
     }
@@ -196,6 +230,7 @@ impl Host {
             holder: wish.holder,
             token: hash_token(token),
             run_as: wish.run_as,
+            limits: wish.limits,
             ttl: wish.ttl,
             ends: acquired.lease.ends.ns,
             base: acquired.at.clone(),
@@ -305,12 +340,13 @@ impl Host {
         let lowers = self.lowers(at)?;
         let s = slot.session();
         let dirs = remove::create(&self.paths.sessions, s.id)
-            .map_err(|e| Failure::new(Code::Internal, text(e)))?;
+            .map_err(|e| Failure::new(e.code(), text(e)))?;
         super::show::prepare(&self.paths, s.id).map_err(io("make the run-time directory"))?;
         {
             let mut inner = slot.lock();
             self.refresh_deadline(&inner);
-            let cgroup = Cgroup::create(&self.paths.cgroup(s.id))
+            let cgroup = self
+                .make_cgroup(s.id, &s.limits)
                 .map_err(|e| Failure::new(Code::Internal, text(e)))?;
             inner.cgroup = Some(Arc::new(cgroup));
         }

@@ -9,10 +9,10 @@
 //!   overfence.sock  deadlines  cell
 //!   sessions/<id>/init.json      who the session's init is; not seen inside
 //!   sessions/<id>/inside/        /run/overfence of the workload: ticket, session.json, session.sock
-//! <cgroup2>/<parent>/<id>/       the sealed cgroup
+//! <cgroup2>/<parent>/<id>/       the sealed cgroup; <parent> is made again if it was removed
 //! ```
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::config::Config;
 use crate::model::ids::SessionId;
@@ -42,11 +42,13 @@ pub struct Paths {
     pub runtime: PathBuf,
     /// Parent of the sealed cgroups.
     pub cgroups: PathBuf,
+    /// The same, relative to the cgroup2 root.
+    pub parent: PathBuf,
 }
 
 impl Paths {
-    /// From the configuration and the place of the cgroup2 hierarchy.
-    pub fn new(config: &Config, cgroup_root: &std::path::Path) -> Self {
+    /// From the configuration, the cgroup2 root, and the parent of the sealed cgroups below it.
+    pub fn new(config: &Config, cgroup_root: &Path, parent: PathBuf) -> Self {
         let (state, run) = (&config.state_dir, &config.runtime_dir);
         Self {
             sessions: state.join("sessions"),
@@ -58,7 +60,8 @@ impl Paths {
             deadlines: run.join("deadlines"),
             cell: run.join("cell"),
             runtime: run.join("sessions"),
-            cgroups: cgroup_root.join(&config.cgroup),
+            cgroups: cgroup_root.join(&parent),
+            parent,
             state: state.clone(),
         }
     }

@@ -14,6 +14,7 @@ use crate::kernel::cgroup::Cgroup;
 use crate::kernel::clock;
 use crate::kernel::deadlines::Entry;
 use crate::kernel::overlay;
+use crate::model::facts::Fact;
 use crate::model::ids::SessionId;
 use crate::model::journal::{Draft, Journal};
 use crate::model::session::{Session, State};
@@ -37,7 +38,13 @@ pub struct Started {
 impl Host {
     /// Everything up to READY.
     pub fn recover(self: &Arc<Self>) -> Result<Started, String> {
-        self.record_start()?;
+        if let Err(fault) = self.record_start() {
+            // A disk that is full to the last byte is no reason to leave what runs without an agent.
+            if !self.store.reserve().space().short() {
+                return Err(fault);
+            }
+            tracing::error!("the start is not recorded: {fault}");
+        }
         self.check_marks()?;
         // Before any session's worker does the same.
         let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
@@ -175,13 +182,14 @@ impl Host {
 
     /// Opens again what the former agent held: cgroup, overlay root, watches, socket.
     fn reopen(&self, slot: &Arc<Slot>) {
-        let warn =
-            |what: &str, why: String| tracing::warn!(OVERFENCE_SESSION = %slot.id, "{what}: {why}");
+        let warn = |what: &str, why: String| tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{what}: {why}");
         match Cgroup::open(&self.paths.cgroup(slot.id)) {
             Ok(cgroup) => slot.lock().cgroup = cgroup.map(Arc::new),
             Err(fault) => warn("cgroup", text(fault)),
         }
-        if slot.lock().cgroup.is_none() && slot.session().state != State::Opening {
+        let s = slot.session();
+        let had_one = s.state != State::Opening && !s.facts.has(Fact::Gone);
+        if slot.lock().cgroup.is_none() && had_one {
             self.remake_cgroup(slot);
         }
         let mounted = if slot.dirs.merged.exists() {
@@ -209,10 +217,11 @@ impl Host {
     /// A missing cgroup with a good record is made again; a fenced one is frozen as recorded by
     /// the step that follows.
     fn remake_cgroup(&self, slot: &Arc<Slot>) {
-        match Cgroup::create(&self.paths.cgroup(slot.id)) {
+        let limits = slot.session().limits;
+        match self.make_cgroup(slot.id, &limits) {
             Ok(cgroup) => slot.lock().cgroup = Some(Arc::new(cgroup)),
             Err(fault) => {
-                tracing::error!(OVERFENCE_SESSION = %slot.id, "the cgroup could not be made again: {}", text(fault))
+                tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the cgroup could not be made again: {}", text(fault))
             }
         }
     }

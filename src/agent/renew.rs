@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::host::Host;
+use super::pulse::Part;
 use super::slot::{Inner, Slot, agent_vouches, renewal_due};
 use crate::authority::Renewal;
 use crate::kernel::clock;
@@ -16,14 +17,19 @@ use crate::model::step::Event;
 use crate::model::time::BootNs;
 use crate::model::workspace::Refusal;
 
+/// The shortest time from one look at a lease to the next.
 const PASS: Duration = Duration::from_millis(50);
+/// The longest sleep: a lease that is new while this task sleeps is due after 300 ms at least.
+const NAP: Duration = Duration::from_millis(250);
 
 /// Runs until the agent stops.
 pub async fn run(host: Arc<Host>) {
-    let mut pass = tokio::time::interval(PASS);
-    pass.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !host.stopping() {
-        pass.tick().await;
+        host.pulse.beat(Part::Renew);
+        let first = host.renewals().first();
+        let nap = first.map_or(NAP, |at| at.since(clock::now()).min(NAP));
+        // Rounded up to the timer's milliseconds, else it would turn in place before the moment.
+        tokio::time::sleep(nap + Duration::from_millis(1)).await;
         let due = due(&host);
         if !due.is_empty() {
             renew(&host, due).await;
@@ -113,7 +119,7 @@ fn granted(host: &Arc<Host>, slot: &Arc<Slot>, lease: &Lease, sent: BootNs) {
     inner.lease.signs.granted = lease.ttl;
     host.refresh_deadline(&inner);
     if let Err(fault) = host.show_locked(&inner) {
-        tracing::warn!(OVERFENCE_SESSION = %slot.id, "session.json was not replaced: {fault}");
+        tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "session.json was not replaced: {fault}");
     }
     drop(inner);
     host.apply(slot, Event::Renewed, "authority");
@@ -148,7 +154,7 @@ fn missed(host: &Arc<Host>, d: &Due, cause: &str) {
     // At once, and not by the session's worker: that one waits for a record which the same trouble
     // may hold up.
     if let Err(fault) = host.show(&d.slot) {
-        tracing::warn!(OVERFENCE_SESSION = %d.slot.id, "session.json was not replaced: {fault}");
+        tracing::warn!(OVERFENCE_SESSION = %d.slot.id, OVERFENCE_WORKSPACE = %d.slot.workspace, "session.json was not replaced: {fault}");
     }
 }
 

@@ -51,11 +51,24 @@ pub fn remove(paths: &Paths, id: SessionId) -> io::Result<()> {
 
 /// Who the session's init was when it was last started.
 pub fn init_of(paths: &Paths, id: SessionId) -> io::Result<Option<InitRecord>> {
-    match fs::read(paths.init_of(id)) {
+    init_in(&paths.init_of(id))
+}
+
+fn init_in(record: &Path) -> io::Result<Option<InitRecord>> {
+    match fs::read(record) {
         Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(e),
     }
+}
+
+/// Sends SIGTERM to the init of that record if it lives in `cgroup`; whether it was sent.
+pub fn ask_to_end(record: &Path, cgroup: &Path) -> bool {
+    let Ok(Some(init)) = init_in(record) else { return false };
+    let Ok(pid) = i32::try_from(init.pid) else { return false };
+    let term = nix::sys::signal::Signal::SIGTERM;
+    init.lives_in(cgroup).unwrap_or(false)
+        && nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), term).is_ok()
 }
 
 fn replace(path: &Path, content: &[u8]) -> io::Result<()> {

@@ -20,7 +20,7 @@ use crate::kernel::clock;
 use crate::kernel::overlay::Mounted;
 use crate::model::code::Code;
 use crate::model::facts::Proof;
-use crate::model::ids::{PublicationKey, SessionId};
+use crate::model::ids::{PublicationKey, SessionId, WorkspaceId};
 use crate::model::journal::{Draft, Journal};
 use crate::model::lease::{self, Bound, Signs};
 use crate::model::session::{Session, Stage, State, Work};
@@ -38,6 +38,8 @@ const INLINE_FREEZE: Duration = Duration::from_millis(1);
 pub struct Slot {
     /// Its id.
     pub id: SessionId,
+    /// What it writes.
+    pub workspace: WorkspaceId,
     /// Its directories.
     pub dirs: SessionDirs,
     inner: Mutex<Inner>,
@@ -65,6 +67,8 @@ pub struct Inner {
     pub frozen_at: Option<BootNs>,
     /// See `frozen_at`.
     pub frozen_for: Duration,
+    /// Why the last capture failed, if it did.
+    pub capture_code: Option<Code>,
     /// Bytes and entries of the stopped upper, once counted.
     pub size: Option<(u64, u64)>,
     drafts: Vec<Draft>,
@@ -159,8 +163,9 @@ impl Inner {
             State::Fencing | State::Deleting | State::Releasing => true,
             State::Fenced | State::Preserved => {
                 let killed = s.facts.has(Fact::Killed);
-                let stopped = killed || (s.facts.has(Fact::Frozen) && s.fence.to != Fact::Killed);
-                let proved = s.facts.has(Fact::Gone) || (stopped && s.facts.has(Fact::ReadOnly));
+                let stopped = killed || (s.facts.has(Fact::Frozen) && s.fence.to < Fact::Killed);
+                let proved = s.facts.has(Fact::Gone)
+                    || (stopped && s.facts.has(Fact::ReadOnly) && s.fence.to != Fact::Gone);
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }
             State::Active => {
@@ -178,6 +183,7 @@ impl Slot {
     pub fn new(session: Session, lease: LeaseClock, dirs: SessionDirs, stored: bool) -> Arc<Self> {
         Arc::new(Self {
             id: session.id,
+            workspace: session.workspace.clone(),
             dirs,
             inner: Mutex::new(Inner {
                 stored: stored.then(|| session.clone()),
@@ -190,6 +196,7 @@ impl Slot {
                 answers: BTreeMap::new(),
                 frozen_at: None,
                 frozen_for: Duration::ZERO,
+                capture_code: None,
                 size: None,
                 drafts: Vec::new(),
                 queue: VecDeque::new(),
@@ -338,7 +345,7 @@ impl Host {
         let answer = match stamp_and_freeze(&cgroup, &stamp) {
             // Somebody removed it, and perhaps made another one in its place: that one is meant.
             Err(fault) => {
-                tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{}; opening it anew", text(fault));
+                tracing::error!(OVERFENCE_SESSION = %inner.session.id, OVERFENCE_WORKSPACE = %inner.session.workspace, "{}; opening it anew", text(fault));
                 inner.cgroup = None;
                 Cgroup::open(cgroup.path()).and_then(|found| match found {
                     Some(new) => {
@@ -357,7 +364,7 @@ impl Host {
             Ok(Outcome::Proved(proof)) => Some(proof),
             Ok(Outcome::Late(_)) => None,
             Err(fault) => {
-                tracing::error!(OVERFENCE_SESSION = %inner.session.id, "{}", text(fault));
+                tracing::error!(OVERFENCE_SESSION = %inner.session.id, OVERFENCE_WORKSPACE = %inner.session.workspace, "{}", text(fault));
                 None
             }
         }
@@ -393,22 +400,23 @@ impl Host {
             let session = inner.session.clone();
             inner.recording = journal.is_some();
             drop(inner);
-            if let Some(journal) = journal
-                && let Err(fault) = self.store.record(&journal, durability(&journal))
-            {
-                // Nothing irreversible without its record: both wait for the next tick.
-                tracing::error!(OVERFENCE_SESSION = %slot.id, "the record could not be written: {fault}");
-                let mut inner = slot.lock();
-                inner.stored = None;
-                inner.recording = false;
-                let mut entries = journal.entries;
-                entries.append(&mut inner.drafts);
-                inner.drafts = entries;
-                if let Some(effect) = effect {
-                    inner.queue.push_front(effect);
+            if let Some(journal) = journal {
+                if let Err(fault) = self.store.record(&journal, durability(&journal)) {
+                    // Nothing irreversible without its record: both wait for the next tick.
+                    tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the record could not be written: {fault}");
+                    let mut inner = slot.lock();
+                    inner.stored = None;
+                    inner.recording = false;
+                    let mut entries = journal.entries;
+                    entries.append(&mut inner.drafts);
+                    inner.drafts = entries;
+                    if let Some(effect) = effect {
+                        inner.queue.push_front(effect);
+                    }
+                    inner.working = false;
+                    return;
                 }
-                inner.working = false;
-                return;
+                super::tell::journal(&journal, &session);
             }
             slot.lock().recording = false;
             slot.notify();

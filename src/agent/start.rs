@@ -11,7 +11,7 @@ use super::paths::Paths;
 use crate::authority::sqlite::SqliteAuthority;
 use crate::config::Config;
 use crate::kernel::deadlines::Table;
-use crate::kernel::{cgroup, clock, ns, overlay};
+use crate::kernel::{cgroup, clock, ns, overlay, unit};
 use crate::store::Store;
 use crate::upper::store::LayerStore;
 
@@ -81,6 +81,7 @@ pub async fn start(
     }
     tokio::spawn(super::renew::run(Arc::clone(&host)));
     tokio::spawn(super::sweep::run(Arc::clone(&host)));
+    tokio::spawn(super::tell::run(Arc::clone(&host)));
     host.shown().ready = true;
     Ok((Agent(host), served))
 }
@@ -94,7 +95,11 @@ fn prepare(
         return Err(StartError::NotRoot);
     }
     let boot = clock::boot_id()?;
-    let paths = Paths::new(&config, &cgroup::find_root()?);
+    let parent = match &config.cgroup {
+        Some(parent) => parent.clone(),
+        None => unit::sessions_parent()?,
+    };
+    let paths = Paths::new(&config, &cgroup::find_root()?, parent);
     make(&paths.state, 0o700)?;
     make(&config.runtime_dir, 0o755)?;
     let files = crate::store::Paths {
@@ -102,6 +107,7 @@ fn prepare(
         keys: config.keys_dir.clone(),
         anchors: config.evidence_anchor_file.clone(),
         high_water: config.high_water_file.clone(),
+        reserve: config.reserve_mib.saturating_mul(1 << 20),
     };
     let store = Arc::new(Store::open(&files, Arc::new(move || now(boot)))?);
     for (dir, mode) in [

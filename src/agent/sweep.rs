@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::effects::text;
 use super::host::Host;
+use super::pulse::Part;
 use super::slot::Slot;
 use crate::kernel::{clock, overlay};
 use crate::model::facts::Fact;
@@ -25,28 +26,41 @@ pub async fn run(host: Arc<Host>) {
     let mut swept = started;
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let _ = sweep(&host, Duration::ZERO, started).await;
+    let mut pass = tokio::spawn(self::pass(Arc::clone(&host), Some(Duration::ZERO), started));
     let mut ticks: u32 = 0;
     while !host.stopping() {
         tick.tick().await;
+        host.pulse.beat(Part::Sweep);
         ticks = ticks.wrapping_add(1);
+        host.store.reserve().refill();
         let now = clock::now();
         for slot in host.slots() {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {
                 host.apply(&slot, Event::Tick { now }, "agent");
             }
         }
-        resume_doubted(&host).await;
-        let since = now.since(swept);
-        if since >= host.config.preserve.sweep {
-            swept = now;
-            // Time that no sweep watched over does not count: a suspended or stopped agent
-            // witnesses at most two intervals.
-            let witnessed = since.min(host.config.preserve.sweep * 2);
-            if let Err(why) = sweep(&host, witnessed, started).await {
-                tracing::error!("the sweep did not complete: {why}");
-            }
+        // What may wait for a disk is not waited for: retries go on meanwhile.
+        if !pass.is_finished() {
+            continue;
         }
+        let since = now.since(swept);
+        let due = since >= host.config.preserve.sweep;
+        if due {
+            swept = now;
+        }
+        // Time that no sweep watched over does not count: a suspended or stopped agent witnesses
+        // at most two intervals.
+        let witnessed = due.then(|| since.min(host.config.preserve.sweep * 2));
+        pass = tokio::spawn(self::pass(Arc::clone(&host), witnessed, started));
+    }
+}
+
+async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
+    resume_doubted(&host).await;
+    if let Some(witnessed) = witnessed
+        && let Err(why) = sweep(&host, witnessed, started).await
+    {
+        tracing::error!("the sweep did not complete: {why}");
     }
 }
 
@@ -121,7 +135,7 @@ async fn resume_doubted(host: &Arc<Host>) {
             tokio::task::spawn_blocking(move || worker.readmit_now(&asked, &by, &by, &reason))
                 .await;
         if let Ok(Err(failure)) = answer {
-            tracing::info!(OVERFENCE_SESSION = %slot.id, "not resumed: {failure}");
+            tracing::info!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "not resumed: {failure}");
             // Claimed by somebody else: only a person can bring it back.
             if failure.current.is_some() {
                 slot.lock().session.policy.after_doubt = crate::model::session::AfterDoubt::Hold;

@@ -31,6 +31,7 @@ impl Host {
             generation: s.generation.0,
             holder: s.holder,
             ttl_ms: ms(s.ttl),
+            limits: s.limits,
             remaining_ms: s.holds_lease().then(|| remaining(&inner)),
             may_publish: s.holds_lease() && s.state != State::Opening && s.doubt.is_none(),
             doubt: s.doubt.clone(),
@@ -59,7 +60,7 @@ impl Host {
             return size;
         }
         let size = crate::upper::size::size(&slot.dirs.upper).unwrap_or_else(|fault| {
-            tracing::warn!(OVERFENCE_SESSION = %slot.id, "the upper could not be counted: {}", text(fault));
+            tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the upper could not be counted: {}", text(fault));
             (0, 0)
         });
         slot.lock().size = Some(size);
@@ -169,7 +170,7 @@ pub fn missing(s: &Session) -> Option<Fact> {
     match s.state {
         State::Fencing | State::Fenced | State::Preserved => {
             let wanted = Fact::ALL.into_iter().filter(|f| *f <= s.fence.to);
-            let needed = wanted.filter(|f| *f != Fact::Killed || s.fence.to == Fact::Killed);
+            let needed = wanted.filter(|f| *f != Fact::Killed || s.fence.to >= Fact::Killed);
             // Who was killed cannot run: stronger than frozen.
             let killed = s.facts.has(Fact::Killed);
             let there = |f: Fact| s.facts.has(f) || (killed && f == Fact::Frozen);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::host::Host;
+use super::pulse::Part;
 use super::slot::Slot;
 use crate::kernel::clock;
 use crate::model::facts::Fact;
@@ -16,6 +17,7 @@ const WAIT: Duration = Duration::from_millis(500);
 /// The thread's body; ends when the agent stops.
 pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
     while !host.stopping() {
+        host.pulse.beat(Part::Watch);
         if host.events.wait(Some(clock::now().plus(WAIT)))? {
             for id in host.events.woken()? {
                 if let Some(slot) = host.slot(id) {

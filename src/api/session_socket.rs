@@ -30,6 +30,9 @@ use crate::model::ids::SessionId;
 /// How long one connection lasts at most.
 const LONGEST: Duration = Duration::from_secs(2);
 
+/// How often the thread shows that it is not stuck.
+const ROUND: Duration = Duration::from_millis(500);
+
 /// How many at once; more are hung up on.
 const PLACES: usize = 8;
 
@@ -39,7 +42,14 @@ const PLACES: usize = 8;
 /// No thread, or no descriptors for its runtime.
 pub fn serve_sessions(agent: Agent, mut news: UnboundedReceiver<SessionSocket>) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let rounds = agent.clone();
     let serve = async move {
+        tokio::spawn(async move {
+            loop {
+                rounds.sockets_go_round();
+                tokio::time::sleep(ROUND).await;
+            }
+        });
         let mut served: HashMap<SessionId, AbortHandle> = HashMap::new();
         while let Some(told) = news.recv().await {
             let (session, begun) = match told {

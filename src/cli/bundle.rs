@@ -88,6 +88,19 @@ fn shown(view: &BundleView) -> String {
         ("lease ended", from.lease_ended_at.map(|at| at.to_string())),
         ("exported", Some(from.exported_at.to_string())),
         ("stable", Some(if from.stable { "yes" } else { "no: it could change meanwhile" }.into())),
+        ("escaped names", (from.escaped.entries > 0).then(|| escaped(from))),
         ("statement", Some(from.statement.clone())),
     ])
+}
+
+/// Whoever unpacks the layer by other means finds these names changed.
+fn escaped(from: &Provenance) -> String {
+    let first: Vec<_> = from
+        .escaped
+        .first
+        .iter()
+        .take(5)
+        .map(|[path, stored]| format!("{path} as {stored}"))
+        .collect();
+    format!("{} in the layer: {}", from.escaped.entries, first.join(", "))
 }

@@ -3,10 +3,14 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use sd_notify::NotifyState;
+use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::agent::failure::Failure;
+use crate::agent::manager;
 use crate::config::Config;
+use crate::kernel::unit;
 use crate::model::code::Code;
 
 /// Run the agent: it serves the API, renews leases, and stops stale writers.
@@ -42,26 +46,34 @@ pub fn agent(wish: &Daemon) -> Result<(), Failure> {
 async fn serve(config: Config) -> Result<(), Failure> {
     let mut term = signal(SignalKind::terminate()).map_err(|e| internal(&e))?;
     let mut int = signal(SignalKind::interrupt()).map_err(|e| internal(&e))?;
+    let given = unit::listener().map_err(|e| at(&"the socket that systemd passed", &e))?;
+    manager(NotifyState::Status("freezing what is stale"));
     let (agent, sockets) = crate::agent::start(config.clone())
         .await
         .map_err(|e| Failure::new(Code::Internal, with_causes(&e)))?;
-    let listener = crate::api::bind(&config.socket).map_err(|e| at(&config.socket, &e))?;
+    let listener = match given {
+        Some(given) => UnixListener::from_std(given),
+        None => crate::api::bind(&config.socket),
+    };
+    let listener = listener.map_err(|e| at(&config.socket, &e))?;
     crate::api::serve_sessions(agent.clone(), sockets).map_err(|e| internal(&e))?;
     if let Some(address) = config.api.metrics_listen {
         let tcp = tokio::net::TcpListener::bind(address).await.map_err(|e| at(&address, &e))?;
         tokio::spawn(crate::api::serve_metrics(agent.clone(), tcp, std::future::pending()));
     }
-    // Without systemd there is nobody to tell.
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
-    tracing::info!("ready on {}", config.socket.display());
+    crate::failpoint::hit("agent.ready.before");
+    manager(NotifyState::Ready);
+    let place = listener.local_addr().ok();
+    let place = place.as_ref().and_then(|place| place.as_pathname()).unwrap_or(&config.socket);
+    tracing::info!("ready on {}", place.display());
     let end = async move {
         tokio::select! {
             _ = term.recv() => {}
             _ = int.recv() => {}
         }
+        manager(NotifyState::Stopping);
     };
     crate::api::serve(agent.clone(), &config, listener, end).await;
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
     agent.stop();
     Ok(())
 }
@@ -73,6 +85,14 @@ pub fn keeper(wish: &Daemon) -> Result<(), Failure> {
         Ok(never) => match never {},
         Err(fault) => Err(Failure::new(Code::Internal, with_causes(&fault))),
     }
+}
+
+/// Ends all sessions as the host goes down.
+pub fn end_sessions(wish: &Daemon) -> Result<(), Failure> {
+    let ended = crate::agent::end_sessions(&wish.load()?.runtime_dir)
+        .map_err(|e| Failure::new(Code::Internal, with_causes(&e)))?;
+    eprintln!("ended {ended} session(s); what they wrote is kept");
+    Ok(())
 }
 
 fn at(what: &dyn std::fmt::Debug, fault: &dyn std::error::Error) -> Failure {

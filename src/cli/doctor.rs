@@ -10,6 +10,7 @@ use crate::agent::failure::Failure;
 use crate::config::Config;
 use crate::kernel::cgroup;
 use crate::kernel::doctor::{self, Answer};
+use crate::store::reserve;
 
 /// `doctor`
 #[derive(Debug, Args)]
@@ -26,7 +27,10 @@ pub(super) fn main(context: &Context, wish: Doctor) -> Result<u8, Failure> {
         Config::default()
     });
     let root = cgroup::find_root().unwrap_or_else(|_| "/sys/fs/cgroup".into());
-    let answers = doctor::ask(standing(&config.state_dir), standing(&root.join(&config.cgroup)));
+    let parent = root.join(config.cgroup.clone().unwrap_or_default());
+    let mut answers = doctor::ask(standing(&config.state_dir), standing(&parent));
+    let (state, wanted) = (&config.state_dir, config.reserve_mib.saturating_mul(1 << 20));
+    answers.push(doctor::reserve(standing(state), &state.join(reserve::NAME), wanted));
     context.show(&answers, |answers| table(answers))?;
     Ok(u8::from(answers.iter().any(|answer| answer.needed && !answer.ok)))
 }

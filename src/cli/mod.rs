@@ -10,6 +10,7 @@ mod daemons;
 mod demo;
 mod docs;
 mod doctor;
+mod drain;
 mod evidence;
 mod fence;
 mod gc;
@@ -121,6 +122,8 @@ pub enum Verb {
     /// The chained record of what was decided and what the kernel answered.
     #[command(subcommand)]
     Evidence(evidence::Verb),
+    /// Take every session of this host down and refuse new ones; what they wrote is kept.
+    Drain(drain::Drain),
     /// Say how the agent is.
     Status,
     /// Show the evidence as it is written.
@@ -136,6 +139,9 @@ pub enum Verb {
     Man(docs::Man),
     /// Tell the story of a stale writer on this kernel, in a throwaway place (root).
     Demo(demo::Demo),
+    /// End all sessions as the host goes down; started by systemd after agent and keeper ended.
+    #[command(hide = true)]
+    EndSessions(daemons::Daemon),
     /// Pid 1 of a session; started by `run` and `session exec`.
     #[command(hide = true)]
     SessionInit {
@@ -165,6 +171,7 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
     match verb {
         Verb::Agent(wish) => daemons::agent(&wish),
         Verb::Keeper(wish) => daemons::keeper(&wish),
+        Verb::EndSessions(wish) => daemons::end_sessions(&wish),
         Verb::Run(wish) => return run::run(context, wish),
         Verb::Session(session::Verb::Exec(wish)) => return run::exec(context, wish),
         Verb::Evidence(verb) => return evidence::main(context, verb),
@@ -179,6 +186,7 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
         Verb::Preserved(verb) => preserved::main(context, verb),
         Verb::Bundle(verb) => bundle::main(context, verb),
         Verb::Gc(wish) => gc::main(context, wish),
+        Verb::Drain(wish) => drain::main(context, &wish),
         Verb::Status => status::main(context),
         Verb::Events(wish) => evidence::events(context, &wish),
         Verb::Config(verb) => config::main(context, verb),

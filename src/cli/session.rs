@@ -10,6 +10,7 @@ use crate::agent::failure::Failure;
 use crate::api::client::{Client, path};
 use crate::model::code::Code;
 use crate::model::lease::HolderKind;
+use crate::model::limits::{Cpus, Limits, Size};
 use crate::model::session::CloseMode;
 use crate::model::view::{
     Checkpointed, CloseSession, CreateWorkspace, OpenSession, Opened, SessionView,
@@ -69,6 +70,15 @@ pub(super) struct Terms {
     /// A network of its own with nothing but loopback, or the host's.
     #[arg(long, value_name = "WHICH")]
     network: Option<Network>,
+    /// Most memory its processes may use, for instance 512M or 2G; needs the controller memory.
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<Size>,
+    /// Most processes and threads it may have; needs the controller pids.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pids: Option<u64>,
+    /// Most CPU time, in CPUs, for instance 2 or 0.5; needs the controller cpu.
+    #[arg(long, value_name = "CPUS")]
+    cpu: Option<Cpus>,
     /// Revoke a live predecessor, and do not wait for its freeze.
     #[arg(long)]
     force: bool,
@@ -181,6 +191,7 @@ pub(super) fn open(client: &Client, terms: Terms, holder: Holder) -> Result<Open
         uid: terms.user.map(|user| user.uid),
         gid: terms.user.map(|user| user.gid),
         host_network: terms.network == Some(Network::Host),
+        limits: Limits { memory: terms.memory, pids: terms.pids, cpu: terms.cpu },
         force: terms.force,
         wait_ms: None,
         on_busy: terms.on_busy.map(Into::into),
@@ -261,6 +272,16 @@ fn opened(opened: &Opened) -> String {
     ])
 }
 
+fn limits(limits: &Limits) -> Option<String> {
+    let Limits { memory, pids, cpu } = limits;
+    let said = [
+        memory.map(|size| format!("memory {size}")),
+        pids.map(|most| format!("pids {most}")),
+        cpu.map(|cpus| format!("cpu {cpus}")),
+    ];
+    Some(table::joined(said.into_iter().flatten())).filter(|said| !said.is_empty())
+}
+
 fn list(all: &[SessionView]) -> String {
     table::rows(
         ["SESSION", "WORKSPACE", "STATE", "CLASS", "GENERATION", "LEFT", "FACTS", "OWNER"],
@@ -290,6 +311,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("generation", Some(session.generation.to_string())),
         ("lease", Some(format!("{}, {} each time", session.lease, table::ms(session.ttl_ms)))),
         ("left", session.remaining_ms.map(|left| table::left(Some(left)))),
+        ("limits", limits(&session.limits)),
         ("may publish", Some(if session.may_publish { "yes" } else { "no" }.into())),
         ("in doubt", session.doubt.clone()),
         ("lost", session.loss.clone()),

@@ -3,7 +3,7 @@
 use super::context::Context;
 use super::table;
 use crate::agent::failure::Failure;
-use crate::model::view::StatusView;
+use crate::model::view::{SpaceView, StatusView};
 
 /// Shows how the agent is.
 pub(super) fn main(context: &Context) -> Result<(), Failure> {
@@ -13,14 +13,27 @@ pub(super) fn main(context: &Context) -> Result<(), Failure> {
         table::facts([
             ("agent", Some(format!("{} on {}", status.version, status.host))),
             ("ready", Some(if status.ready { "yes" } else { "no" }.into())),
+            ("draining", status.draining.then(|| "new sessions are refused".into())),
             ("authority", Some(status.authority.clone())),
             ("trouble", status.authority_trouble.clone()),
             ("sessions", Some(table::or_dash(Some(table::joined(sessions))))),
             ("preserved", Some(table::bytes(status.preserved_bytes))),
+            ("room", Some(room(&status.space))),
             ("on hold", Some(table::joined(&status.held))),
             ("last pass", Some(status.reconcile.clone())),
             ("state", Some(status.state_dir.0.clone())),
             ("cgroups", Some(status.cgroup.0.clone())),
         ])
     })
+}
+
+fn room(space: &SpaceView) -> String {
+    let held = match space.reserve_wanted {
+        0 => "nothing held back".to_owned(),
+        wanted => {
+            format!("{} of {} held back", table::bytes(space.reserve), table::bytes(wanted))
+        }
+    };
+    let short = if space.short { ": FULL, no session is opened" } else { "" };
+    format!("{} free, {held}{short}", table::bytes(space.free))
 }

@@ -10,7 +10,13 @@ const KEYS: &[(&str, &str, &str)] = &[
     ("state_dir", "Everything durable of this host; made with mode 0700.", ""),
     ("runtime_dir", "Sockets and whatever a boot may lose.", ""),
     ("socket", "The API's socket. Default: overfence.sock below runtime_dir.", ""),
-    ("cgroup", "Parent of the sessions' cgroups, relative to the cgroup2 root.", ""),
+    (
+        "cgroup",
+        "Parent of the sessions' cgroups, relative to the cgroup2 root. Default: \
+         overfence-sessions.service beside the agent's own unit under systemd, else \
+         overfence-sessions.",
+        "system.slice/overfence-sessions.service",
+    ),
     (
         "high_water_file",
         "The highest generation of each workspace ever seen. Default: below state_dir; better on \
@@ -24,6 +30,12 @@ const KEYS: &[(&str, &str, &str)] = &[
     ),
     ("keys_dir", "The record key and the ticket key. Default: below state_dir.", ""),
     ("bundles_dir", "Where `preserved export` writes. Default: below state_dir.", ""),
+    (
+        "reserve_mib",
+        "MiB held back in state_dir, so that fences and removals are recorded when workloads have \
+         filled the disk; 0 for none.",
+        "",
+    ),
     ("lease.ttl", "How long a lease lasts without a renewal; a span, 1s to 24h.", ""),
     ("lease.max_lifetime", "Longest life of a lease, however often renewed; a span.", ""),
     (
@@ -67,6 +79,15 @@ const KEYS: &[(&str, &str, &str)] = &[
          which opens its abstract sockets and loopback services to the workload.",
         "",
     ),
+    (
+        "limits.memory",
+        "Most memory the processes of a session may use, with the page cache they fill and without \
+         swap. Limits need controllers of cgroup v2; one that is missing is an error of each open. \
+         Default: none.",
+        "2G",
+    ),
+    ("limits.pids", "Most processes and threads of a session. Default: none.", "500"),
+    ("limits.cpu", "Most CPU time of a session, in CPUs. Default: none.", "1.5"),
     ("api.group", "Members operate. That is equivalent to root on this host.", ""),
     ("api.view_group", "Members read.", ""),
     (
@@ -88,7 +109,12 @@ pub(super) fn of_variable(name: &str) -> Option<&'static str> {
 
 /// Whether a key takes a number.
 pub(super) fn is_number(key: &str) -> bool {
-    matches!(value(&Config::default(), key), Some(Value::Integer(_)))
+    let example = KEYS.iter().find(|(known, ..)| *known == key).map(|(.., text)| example(text));
+    matches!(value(&Config::default(), key).or(example), Some(Value::Integer(_)))
+}
+
+fn example(text: &str) -> Value {
+    text.parse::<i64>().map_or_else(|_| Value::from(text), Value::Integer)
 }
 
 fn value(config: &Config, key: &str) -> Option<Value> {
@@ -126,8 +152,8 @@ pub fn default_toml() -> String {
     let head = "# Configuration of overfence. Later wins: default, this file, conf.d/*.toml by name, the\n\
                 # environment (lease.ttl is OVERFENCE_LEASE_TTL), flags. A span of time is a number\n\
                 # with its unit: \"500ms\", \"30s\", \"72h\". Every key is shown at its default.\n\n";
-    let body = listed(|text, (key, meaning, example)| {
-        let value = value(&default, key).unwrap_or_else(|| Value::from(*example));
+    let body = listed(|text, (key, meaning, sample)| {
+        let value = value(&default, key).unwrap_or_else(|| example(sample));
         for line in wrapped(meaning, 96) {
             text.push_str(&format!("# {line}\n"));
         }
@@ -170,6 +196,8 @@ mod tests {
     fn every_key_is_listed_and_every_listed_key_exists() {
         let mut config = Config::default();
         config.api.metrics_listen = "127.0.0.1:1".parse().ok();
+        config.cgroup = Some("c".into());
+        config.limits = toml::from_str("memory = '1G'\npids = 1\ncpu = '1'").unwrap();
         let table = Table::try_from(&config).unwrap();
         let mut leaves = std::collections::BTreeSet::new();
         for (key, value) in &table {
@@ -184,16 +212,20 @@ mod tests {
         assert_eq!(leaves, listed);
     }
 
+    const NO_DEFAULT: [&str; 5] =
+        ["#metrics_listen = ", "#cgroup = ", "#memory = ", "#pids = ", "#cpu = "];
+
     #[test]
     fn the_default_text_is_the_default_both_ways() {
         let text = default_toml();
         assert_eq!(toml::from_str::<Config>(&text).unwrap(), Config::default());
         let open: String = text
             .lines()
-            .filter(|line| !line.starts_with("# ") && !line.contains("metrics_listen"))
+            .filter(|line| !line.starts_with("# "))
+            .filter(|line| !NO_DEFAULT.iter().any(|key| line.starts_with(key)))
             .map(|line| format!("{}\n", line.strip_prefix('#').unwrap_or(line)))
             .collect();
-        assert_eq!(open.matches(" = ").count(), KEYS.len() - 1);
+        assert_eq!(open.matches(" = ").count(), KEYS.len() - NO_DEFAULT.len());
         assert_eq!(toml::from_str::<Config>(&open).unwrap(), Config::default());
     }
 }

@@ -115,3 +115,17 @@ fn the_digest_follows_the_content_and_not_its_place() {
 fn the_default_policy_is_the_models() {
     assert_eq!(Config::default().policy(), Policy::default());
 }
+
+#[test]
+fn limits_are_read_with_their_units() {
+    use crate::model::limits::{Cpus, Size};
+    let text = "[limits]\nmemory = \"512M\"\ncpu = \"1.5\"";
+    let loaded = layered(&[("config.toml", text)], &[("OVERFENCE_LIMITS_PIDS", "300")]).unwrap();
+    let limits = loaded.config.limits;
+    assert_eq!((limits.memory, limits.cpu), (Some(Size(512 << 20)), Some(Cpus(1500))));
+    assert_eq!(limits.pids, Some(300));
+    let said = refused(&[("config.toml", "[limits]\nmemory = \"lots\"")], &[]);
+    assert!(said.starts_with("D/config.toml:2: \"lots\" is not a size"), "{said}");
+    let said = refused(&[("config.toml", "[limits]\npids = 0")], &[]);
+    assert!(said.starts_with("limits.pids (from D/config.toml): "), "{said}");
+}

@@ -130,6 +130,11 @@ pub fn find_root() -> Result<PathBuf> {
         .ok_or(Error::V1Only)
 }
 
+/// Makes what sealed cgroups are made in, with what it is in itself; one that is there stays.
+pub fn make_parent(path: &Path) -> Result<()> {
+    std::fs::create_dir_all(path).at("make cgroup", path)
+}
+
 impl Cgroup {
     /// Makes a cgroup, or opens the one that is there already: doing it twice is the same.
     pub fn create(path: &Path) -> Result<Self> {

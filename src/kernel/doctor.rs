@@ -11,6 +11,7 @@ use serde::Serialize;
 use super::cgroup::{self, Cgroup, Outcome};
 use super::gone::{self, Gone, Probe, UnmountWatch};
 use super::idmap::{self, IdMap};
+use super::limits;
 use super::overlay::{self, ReadOnly, Spec, Style};
 use super::walk::Dir;
 use super::{At as _, Error, Result, mountinfo, ns};
@@ -42,6 +43,11 @@ pub fn ask(state: &Path, cgroups: &Path) -> Vec<Answer> {
     report.fact("cgroup2", true, told(cgroup2()));
     report.fact("nsdelegate", false, told(nsdelegate()));
     report.fact("cgroup-freeze", true, told(freezer(cgroups)));
+    for (feature, controller) in
+        [("limit-memory", "memory"), ("limit-pids", "pids"), ("limit-cpu", "cpu")]
+    {
+        report.fact(feature, false, told(limit(controller)));
+    }
     report.fact("openat2", true, told(openat2()));
     report.fact("user-namespace", true, told(user_namespace()));
     report.fact("state-directory", true, told(state_directory(state)));
@@ -52,6 +58,32 @@ pub fn ask(state: &Path, cgroups: &Path) -> Vec<Answer> {
     report.fact("bpf-lsm", false, bpf_lsm());
     report.fact("bubblewrap", true, bubblewrap());
     report.0
+}
+
+/// Whether room is held back in the state directory for a full disk: `wanted` bytes, 0 for none.
+pub fn reserve(state: &Path, file: &Path, wanted: u64) -> Answer {
+    let seen = || -> Seen {
+        let why = |e: rustix::io::Errno| e.to_string();
+        if wanted == 0 {
+            return Err("switched off (reserve_mib = 0): a full disk stops records".to_owned());
+        }
+        let free = rustix::fs::statvfs(state).map(|s| s.f_bfree * s.f_frsize).map_err(why)?;
+        let held = match rustix::fs::lstat(file) {
+            Ok(stat) => stat.st_blocks.cast_unsigned() * 512,
+            Err(rustix::io::Errno::NOENT) => 0,
+            Err(e) => return Err(why(e)),
+        };
+        let text = format!("{held} of {wanted} bytes held back, {free} free");
+        match held >= wanted {
+            true => Ok(text),
+            false => {
+                Err(format!("{text}: no agent ran yet, or the disk was full; free some space"))
+            }
+        }
+    };
+    let answer = seen();
+    let (ok, detail) = (answer.is_ok(), answer.unwrap_or_else(|why| why));
+    Answer { feature: "state-reserve", needed: false, ok, detail }
 }
 
 /// What was seen, or what was wrong, in words.
@@ -134,6 +166,12 @@ fn host_namespace() -> Seen {
 
 fn cgroup2() -> Result<String> {
     cgroup::find_root().map(|root| format!("mounted at {}", root.display()))
+}
+
+fn limit(controller: &'static str) -> Result<String> {
+    let root = cgroup::find_root()?;
+    limits::offered(&root, controller)?;
+    Ok(format!("sessions can be bounded by the controller {controller} of {}", root.display()))
 }
 
 fn nsdelegate() -> Result<String> {

@@ -33,11 +33,13 @@ pub mod gone;
 pub mod holders;
 pub mod idmap;
 pub mod launch;
+pub mod limits;
 pub mod mountinfo;
 pub mod ns;
 pub mod overlay;
 mod slots;
 mod statmount;
+pub mod unit;
 pub mod walk;
 
 /// What the kernel refused, or what it answered that cannot be worked with.
@@ -73,6 +75,14 @@ pub enum Error {
          systemd.unified_cgroup_hierarchy=1, or mount cgroup2 at /sys/fs/cgroup/unified"
     )]
     V1Only,
+    /// A limit was asked for that needs a controller which the sessions' cgroups do not have.
+    #[error("no limit by the cgroup controller `{controller}`: {reason}")]
+    NoController {
+        /// `memory`, `pids` or `cpu`.
+        controller: &'static str,
+        /// Where it is missing, and how to have it.
+        reason: String,
+    },
     /// The running kernel lacks something.
     #[error("this kernel does not have {feature}; `overfence doctor` lists what is needed")]
     TooOld {

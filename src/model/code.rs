@@ -59,6 +59,7 @@ codes! {
     Doubt "doubt" 409 4 "It is not known whether the lease still holds; no new work is started.";
     WrongState "wrong_state" 409 4 "The session's state does not allow this.";
     Busy "busy" 409 4 "Something else is under way for this session.";
+    Draining "draining" 409 4 "The host is being drained: no session is opened until its agent is started again.";
     UncommittedBytes "uncommitted_bytes" 409 4 "The session holds bytes that no publication holds; say --checkpoint, --keep or --discard.";
     UnknownPublication "unknown_publication" 409 4 "A publication of this session has no known outcome yet.";
     UnknownWorkspace "unknown_workspace" 404 3 "No workspace of this name.";
@@ -74,7 +75,9 @@ codes! {
     TimedOut "timed_out" 504 7 "It did not finish in the time given.";
     Partial "partial" 500 8 "Done in part; the message says which fact is missing.";
     Unsupported "unsupported" 501 1 "This host or build cannot do it.";
-    UpperRefused "upper_refused" 422 1 "The directory cannot serve as an upper or lower.";
+    UpperRefused "upper_refused" 422 1 "The directory cannot serve as an upper or lower, or what is in it has no faithful form in a layer.";
+    DestinationExists "destination_exists" 409 4 "Something of this name is there already; nothing was overwritten.";
+    NoSpace "no_space" 507 1 "The file system of the state directory is full; nothing new is begun until there is room.";
     MountFailed "mount_failed" 500 1 "The overlay could not be mounted.";
     BundleInvalid "bundle_invalid" 422 1 "The bundle does not verify.";
     Internal "internal" 500 1 "An unexpected failure; the message says where.";

@@ -10,6 +10,7 @@ pub mod head;
 pub mod ids;
 pub mod journal;
 pub mod lease;
+pub mod limits;
 pub mod session;
 pub mod step;
 pub mod ticket;

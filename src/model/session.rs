@@ -13,6 +13,7 @@ use super::ids::{
     BootId, Generation, HostId, LeaseId, Owner, PublicationKey, SessionId, WorkspaceId,
 };
 use super::lease::{Bound, HolderKind};
+use super::limits::Limits;
 use super::time::{BootNs, millis};
 
 /// Where a session stands.
@@ -336,6 +337,9 @@ pub struct Session {
     pub token: Digest,
     /// As whom its commands run.
     pub run_as: RunAs,
+    /// What they may use at most; records of before there were limits have none.
+    #[serde(default)]
+    pub limits: Limits,
     /// Time to live of a grant.
     #[serde(rename = "ttl_ms", with = "millis")]
     pub ttl: Duration,

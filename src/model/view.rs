@@ -9,6 +9,7 @@ use utoipa::ToSchema;
 use super::facts::{Blocker, Fact, Holder};
 use super::head::{Digest, HeadAt};
 use super::lease::HolderKind;
+use super::limits::Limits;
 use super::session::{CloseMode, OnBusy};
 
 /// A problem, as `application/problem+json` (RFC 9457) with a stable code.
@@ -203,6 +204,10 @@ pub struct OpenSession {
     /// Share the host's network.
     #[serde(default)]
     pub host_network: bool,
+    /// What it may use at most: `memory` ("512M"), `pids`, `cpu` ("1.5"); as configured if absent.
+    #[serde(default)]
+    #[schema(value_type = Object)]
+    pub limits: Limits,
     /// Revoke a live predecessor, and do not wait for its freeze.
     #[serde(default)]
     pub force: bool,
@@ -261,6 +266,10 @@ pub struct SessionView {
     pub holder: HolderKind,
     /// Time to live of a grant.
     pub ttl_ms: u64,
+    /// What it may use at most: `memory` ("512M"), `pids`, `cpu` ("1.5").
+    #[serde(default)]
+    #[schema(value_type = Object)]
+    pub limits: Limits,
     /// Until the local deadline, negative when it passed; absent once the lease is lost.
     pub remaining_ms: Option<i64>,
     /// Whether it may publish now, as far as this host knows.
@@ -368,6 +377,26 @@ pub struct FenceSession {
     /// Wait until the fact is proved or policy has nothing left to do; milliseconds.
     #[serde(default)]
     pub wait_ms: Option<u64>,
+}
+
+/// `drain`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DrainHost {
+    /// How long to wait for the last session; 60 s if absent.
+    #[serde(default)]
+    pub wait_ms: Option<u64>,
+}
+
+/// What became of a host's sessions.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Drained {
+    /// How many left nothing to keep.
+    pub closed: u64,
+    /// Down: no process, cgroup or mount; their bytes are kept.
+    pub preserved: Vec<SessionView>,
+    /// Not down yet.
+    pub left: Vec<SessionView>,
 }
 
 /// `lease revoke`.
@@ -538,6 +567,9 @@ pub struct StatusView {
     pub host: String,
     /// Whether everything stale has `freeze=1` written.
     pub ready: bool,
+    /// Whether sessions are being taken down and new ones refused.
+    #[serde(default)]
+    pub draining: bool,
     /// `sqlite`.
     pub authority: String,
     /// Whether the authority answers, or why not.
@@ -554,6 +586,21 @@ pub struct StatusView {
     pub cgroup: PathText,
     /// Bytes in preserved deltas at the last sweep.
     pub preserved_bytes: u64,
+    /// Room on the file system of the state directory.
+    pub space: SpaceView,
+}
+
+/// Room on the file system of the state directory, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SpaceView {
+    /// What root can still write.
+    pub free: u64,
+    /// Held back for the agent now.
+    pub reserve: u64,
+    /// To be held back; 0 when that is switched off.
+    pub reserve_wanted: u64,
+    /// Whether new sessions are refused (`no_space`).
+    pub short: bool,
 }
 
 #[cfg(test)]

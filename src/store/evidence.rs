@@ -302,16 +302,20 @@ impl Store {
     /// # Errors
     /// The anchor is not durable: an irreversible effect must wait.
     pub fn anchor(&self) -> Result<(), Error> {
+        self.making_room(|| self.anchor_once())
+    }
+
+    fn anchor_once(&self) -> Result<(), Error> {
         let want = *self.head.borrow();
         let mut state = self.anchors.lock();
         if state.covered >= want {
             return Ok(());
         }
-        let head = self.transact(Durability::Lazy, |tx| tx.evidence_head())?;
+        let head = self.once(Durability::Lazy, |tx| tx.evidence_head())?;
         // An anchor must not outlive the entry it names, or a power loss would look like a cut.
         if head.0 > self.durable.load(Ordering::SeqCst) {
             let text = head.0.to_string();
-            self.transact(Durability::Full, |tx| tx.set_meta("anchored", &text))?;
+            self.once(Durability::Full, |tx| tx.set_meta("anchored", &text))?;
             self.durable.fetch_max(head.0, Ordering::SeqCst);
         }
         self.anchors.append(&self.keys().ticket, &mut state, head)

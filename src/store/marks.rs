@@ -131,8 +131,7 @@ impl Marks {
         state.believed(&self.path)?;
         if state.highest.get(workspace).is_none_or(|mark| *mark < generation) {
             failpoint::hit("store.mark.before");
-            if let Err(error) = state.file.write_all(line(workspace, generation).as_bytes()) {
-                state.broken = Some(error.to_string());
+            if let Err(error) = state.append(line(workspace, generation).as_bytes()) {
                 return Err(Error::io("write", &self.path)(error));
             }
             state.highest.insert(workspace.clone(), generation);
@@ -204,6 +203,17 @@ impl Marks {
 impl State {
     fn wasteful(&self) -> bool {
         self.lines > 1024 && self.lines > 4 * self.highest.len()
+    }
+
+    /// Appends a line whole. What a full disk took of it is cut off again, so that it can be tried
+    /// once there is room; if it cannot be, the file is not believed any more.
+    fn append(&mut self, line: &[u8]) -> std::io::Result<()> {
+        let whole = self.file.metadata()?.len();
+        self.file.write_all(line).inspect_err(|error| {
+            if self.file.set_len(whole).is_err() {
+                self.broken = Some(error.to_string());
+            }
+        })
     }
 
     fn believed(&self, path: &Path) -> Result<(), Error> {

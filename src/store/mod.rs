@@ -4,6 +4,7 @@
 //! ```text
 //! /var/lib/overfence/             0700
 //! ├── lock                        flock: one agent a state directory
+//! ├── reserve                     room held back for the agent; see `reserve`
 //! ├── overfence.db                SQLite, WAL; readable with `sqlite3`
 //! │   ├── meta          key                    -> value         host id, ids of the two keys
 //! │   ├── workspaces    id                     -> record, mac   the embedded authority
@@ -35,6 +36,7 @@ mod files;
 pub mod keys;
 pub mod marks;
 mod records;
+pub mod reserve;
 mod schema;
 #[allow(clippy::module_inception)]
 mod store;

@@ -16,7 +16,8 @@ use super::files;
 use super::keys::Keys;
 use super::marks::Marks;
 use super::records::{Tx, Unreadable};
-use crate::model::ids::HostId;
+use super::reserve::Reserve;
+use crate::model::ids::{Generation, HostId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::session::Session;
 use crate::model::time::BootInstant;
@@ -35,6 +36,8 @@ pub struct Paths {
     pub anchors: PathBuf,
     /// File of the high-water marks.
     pub high_water: PathBuf,
+    /// Bytes held back in the state directory for a full disk; 0 for none.
+    pub reserve: u64,
 }
 
 impl Paths {
@@ -45,6 +48,7 @@ impl Paths {
             keys: state.join("keys"),
             anchors: state.join("evidence.anchors"),
             high_water: state.join("high-water"),
+            reserve: 0,
         }
     }
 }
@@ -56,6 +60,7 @@ pub struct Store {
     marks: Marks,
     clock: Clock,
     host: HostId,
+    reserve: Reserve,
     pub(super) anchors: Anchors,
     pub(super) head: watch::Sender<u64>,
     /// Last entry known to survive a power loss.
@@ -77,6 +82,8 @@ impl Store {
     /// answer.
     pub fn open(paths: &Paths, clock: Clock) -> Result<Self, Error> {
         files::make_dir(&paths.state)?;
+        // Before anything that needs room.
+        let reserve = Reserve::open(&paths.state, paths.reserve)?;
         let lock = take_lock(&paths.state.join("lock"))?;
         // Keys and witnesses come before the database, so that "the database is there" means
         // that they were there too.
@@ -92,6 +99,7 @@ impl Store {
             marks,
             clock,
             host: HostId::from_u128(0),
+            reserve,
             anchors,
             head: watch::Sender::new(0),
             durable: AtomicU64::new(0),
@@ -134,11 +142,36 @@ impl Store {
         })
     }
 
-    /// Runs `job` as one unit; see [`Db::call`].
+    /// Runs `job` as one unit; see [`Db::call`]. If it fails for want of room, some is made for the
+    /// next one.
     ///
     /// # Errors
     /// The job's, or the database's.
     pub fn transact<R>(
+        &self,
+        durability: Durability,
+        job: impl FnOnce(&Tx<'_>) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        self.once(durability, job).inspect_err(|error| {
+            self.reserve.relieve(error);
+        })
+    }
+
+    /// Does it again as long as want of room is what stops it and some can be made.
+    pub(super) fn making_room<R>(
+        &self,
+        mut job: impl FnMut() -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        loop {
+            match job() {
+                Err(error) if self.reserve.relieve(&error) => {}
+                answer => return answer,
+            }
+        }
+    }
+
+    /// [`Store::transact`] without making room.
+    pub(super) fn once<R>(
         &self,
         durability: Durability,
         job: impl FnOnce(&Tx<'_>) -> Result<R, Error>,
@@ -164,7 +197,7 @@ impl Store {
     /// # Errors
     /// See [`Db::call`].
     pub fn record(&self, journal: &Journal, durability: Durability) -> Result<(), Error> {
-        self.transact(durability, |tx| tx.journal(journal))
+        self.making_room(|| self.once(durability, |tx| tx.journal(journal)))
     }
 
     /// All session records, also those that are not believed.
@@ -173,6 +206,19 @@ impl Store {
     /// The database does not answer.
     pub fn sessions(&self) -> Result<Vec<Result<Session, Unreadable>>, Error> {
         self.transact(Durability::Lazy, |tx| tx.sessions())
+    }
+
+    /// The room held back for a full disk.
+    pub fn reserve(&self) -> &Reserve {
+        &self.reserve
+    }
+
+    /// Raises the high-water mark of a workspace; see [`Marks::raise`].
+    ///
+    /// # Errors
+    /// It is not known to be durable.
+    pub fn raise_mark(&self, workspace: &WorkspaceId, generation: Generation) -> Result<(), Error> {
+        self.making_room(|| self.marks.raise(workspace, generation))
     }
 
     /// This host's id.

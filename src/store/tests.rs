@@ -39,6 +39,7 @@ fn session(n: u128) -> Session {
         generation: Generation(1),
         holder: HolderKind::Beat,
         token: crate::model::head::Digest([7; 32]),
+        limits: Default::default(),
         run_as: crate::model::session::RunAs {
             uid: 1000,
             gid: 1000,

@@ -28,10 +28,10 @@ use rustix::io::Errno;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::layer::Hashed;
+use super::layer::{Escaped, Hashed};
 use super::store::{LayerInfo, LayerStore, create, read_blob, write_durable};
 use super::tarfmt::Entries;
-use super::{At as _, Error, Result, Shown, remove, sync_dir, unique_name};
+use super::{At as _, Error, Result, Shown, Stop, Stoppable, remove, sync_dir, unique_name};
 use crate::failpoint;
 use crate::kernel::walk::Dir;
 use crate::model::head::{Digest, Head, HeadAt};
@@ -47,6 +47,31 @@ pub const STATEMENT: &str = "These bytes are unacknowledged local state of a ses
 
 /// No JSON file in a bundle is longer than this.
 const MAX_JSON: u64 = 4 << 20;
+
+/// Who may read a bundle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Readers {
+    /// Its owner, root, alone: where bundles of everybody lie beside each other.
+    Owner,
+    /// Who may read other files made there: the modes are left to the umask and to the directory,
+    /// which somebody chose for this one.
+    Usual,
+}
+
+impl Readers {
+    /// The mode of directories.
+    fn dirs(self) -> u32 {
+        match self {
+            Self::Owner => 0o700,
+            Self::Usual => 0o777,
+        }
+    }
+
+    /// The mode of files.
+    fn files(self) -> u32 {
+        self.dirs() & 0o666
+    }
+}
 
 /// Where a bundle's bytes come from, and why they were not published.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -78,6 +103,9 @@ pub struct Provenance {
     pub statement: String,
     /// Whether the upper could not change while it was captured (`read-only` was proved).
     pub stable: bool,
+    /// Names that are escaped in the layer, so that nobody unpacks a deletion that was none.
+    #[serde(default)]
+    pub escaped: Escaped,
     /// The session's entries of the evidence chain.
     pub evidence: serde_json::Value,
 }
@@ -100,24 +128,26 @@ pub fn export(
     layer: Digest,
     provenance: &Provenance,
     dest: &Path,
+    readers: Readers,
+    stop: Stop<'_>,
 ) -> Result<Bundle> {
     let info = store.info(layer)?;
-    if dest.symlink_metadata().is_ok() {
-        return Err(Error::Exists { path: Shown::from(dest) });
-    }
+    refuse_taken(dest)?;
     let above = match dest.parent() {
         Some(above) if !above.as_os_str().is_empty() => above,
         _ => Path::new("."),
     };
     let partial = unique_name(above, ".overfence-bundle-")?;
     failpoint::hit("upper.bundle.before");
-    std::fs::DirBuilder::new().mode(0o700).create(&partial).at("make", &partial)?;
-    let written = write(store, &info, provenance, &partial).and_then(|()| {
-        match rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE) {
-            Err(Errno::EXIST) => Err(Error::Exists { path: Shown::from(dest) }),
-            answer => answer.at("rename into place", dest),
-        }
-    });
+    std::fs::DirBuilder::new().mode(readers.dirs()).create(&partial).at("make", &partial)?;
+    let copied = write(store, &info, provenance, &partial, readers, stop);
+    let written =
+        copied.map_err(|error| if stop() { Error::Stopped } else { error }).and_then(|()| {
+            match rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE) {
+                Err(Errno::EXIST) => Err(Error::Exists { path: Shown::from(dest) }),
+                answer => answer.at("rename into place", dest),
+            }
+        });
     if let Err(error) = written {
         // The first error is the one to tell.
         let _ = remove::remove_tree(&partial);
@@ -128,15 +158,35 @@ pub fn export(
     inspect(dest)
 }
 
-fn write(store: &LayerStore, info: &LayerInfo, provenance: &Provenance, dir: &Path) -> Result<()> {
+/// [`Error::Exists`] if something has this name: a bundle never takes a place that is taken.
+pub fn refuse_taken(dest: &Path) -> Result<()> {
+    match dest.symlink_metadata() {
+        Ok(_) => Err(Error::Exists { path: Shown::from(dest) }),
+        Err(_) => Ok(()),
+    }
+}
+
+fn write(
+    store: &LayerStore,
+    info: &LayerInfo,
+    provenance: &Provenance,
+    dir: &Path,
+    readers: Readers,
+    stop: Stop<'_>,
+) -> Result<()> {
     let blobs = dir.join("blobs/sha256");
-    std::fs::DirBuilder::new().mode(0o755).recursive(true).create(&blobs).at("make", &blobs)?;
+    std::fs::DirBuilder::new()
+        .mode(readers.dirs())
+        .recursive(true)
+        .create(&blobs)
+        .at("make", &blobs)?;
 
     let from = store.blob_path(info.diff_id);
     let to = blobs.join(info.blob_digest.hex());
     let source = File::open(&from).at("open", &from)?;
-    let mut copy = Hashed::new(create(&to)?);
-    std::io::copy(&mut &source, &mut copy).at("copy the layer to", &to)?;
+    let mut copy = Hashed::new(create(&to, readers.files())?);
+    std::io::copy(&mut Stoppable { inner: &source, stop }, &mut copy)
+        .at("copy the layer to", &to)?;
     let (file, digest, _) = copy.finish();
     if digest != info.blob_digest {
         let what = Shown::from(&*from).to_string();
@@ -154,7 +204,7 @@ fn write(store: &LayerStore, info: &LayerInfo, provenance: &Provenance, dir: &Pa
             .build()
     };
     let config = made(built(), dir)?;
-    let config = put(&blobs, MediaType::ImageConfig, &config)?;
+    let config = put(&blobs, readers, MediaType::ImageConfig, &config)?;
     let provenance = serde_json::to_string(provenance)
         .map_err(std::io::Error::from)
         .at("encode the provenance of", dir)?;
@@ -177,7 +227,7 @@ fn write(store: &LayerStore, info: &LayerInfo, provenance: &Provenance, dir: &Pa
             .build()
     };
     let manifest = made(built(), dir)?;
-    let manifest = put(&blobs, MediaType::ImageManifest, &manifest)?;
+    let manifest = put(&blobs, readers, MediaType::ImageManifest, &manifest)?;
     let built = || {
         ImageIndexBuilder::default()
             .schema_version(2u32)
@@ -186,10 +236,10 @@ fn write(store: &LayerStore, info: &LayerInfo, provenance: &Provenance, dir: &Pa
             .build()
     };
     let index = made(built(), dir)?;
-    write_durable(&dir.join("index.json"), &json(&index, dir)?)?;
+    write_durable(&dir.join("index.json"), readers.files(), &json(&index, dir)?)?;
     let layout = OciLayoutBuilder::default().image_layout_version("1.0.0").build();
     let layout = made(layout, dir)?;
-    write_durable(&dir.join("oci-layout"), &json(&layout, dir)?)?;
+    write_durable(&dir.join("oci-layout"), readers.files(), &json(&layout, dir)?)?;
     sync_dir(&blobs)?;
     sync_dir(&dir.join("blobs"))?;
     sync_dir(dir)
@@ -207,10 +257,15 @@ fn json(value: &impl Serialize, dir: &Path) -> Result<Vec<u8>> {
 }
 
 /// Writes a JSON blob under its digest.
-fn put(blobs: &Path, kind: MediaType, value: &impl Serialize) -> Result<Descriptor> {
+fn put(
+    blobs: &Path,
+    readers: Readers,
+    kind: MediaType,
+    value: &impl Serialize,
+) -> Result<Descriptor> {
     let bytes = json(value, blobs)?;
     let digest = sha256(&bytes);
-    write_durable(&blobs.join(digest.hex()), &bytes)?;
+    write_durable(&blobs.join(digest.hex()), readers.files(), &bytes)?;
     let digest = made(oci_digest(digest), blobs)?;
     Ok(Descriptor::new(kind, bytes.len() as u64, digest))
 }
@@ -378,6 +433,15 @@ mod tests {
         layer: Digest,
     }
 
+    fn export_to(
+        store: &LayerStore,
+        layer: Digest,
+        provenance: &Provenance,
+        dest: &Path,
+    ) -> Result<Bundle> {
+        export(store, layer, provenance, dest, Readers::Owner, &|| false)
+    }
+
     fn case() -> Case {
         let tmp = tempfile::tempdir().unwrap();
         let source = tmp.path().join("source");
@@ -403,6 +467,7 @@ mod tests {
             exported_at: jiff::Timestamp::from_second(1_700_000_100).unwrap(),
             statement: STATEMENT.to_owned(),
             stable: true,
+            escaped: Escaped::default(),
             evidence: serde_json::json!([{"seq": 1, "hash": "ab"}]),
         }
     }
@@ -411,14 +476,14 @@ mod tests {
     fn a_bundle_reads_back_what_was_put_in() {
         let case = case();
         let dest = case.tmp.path().join("bundle");
-        let made = export(&case.store, case.layer, &provenance(), &dest).unwrap();
+        let made = export_to(&case.store, case.layer, &provenance(), &dest).unwrap();
         assert_eq!(inspect(&dest).unwrap(), made);
         assert_eq!(verify(&dest).unwrap(), made);
         assert_eq!(made.provenance, provenance());
         let other = LayerStore::open(&case.tmp.path().join("other")).unwrap();
         import(&dest, &other).unwrap();
         assert_eq!(other.list().unwrap(), [case.layer]);
-        let error = export(&case.store, case.layer, &provenance(), &dest).unwrap_err();
+        let error = export_to(&case.store, case.layer, &provenance(), &dest).unwrap_err();
         assert!(matches!(error, Error::Exists { .. }));
         let names: Vec<_> = std::fs::read_dir(case.tmp.path())
             .unwrap()
@@ -432,7 +497,7 @@ mod tests {
     fn any_flipped_byte_of_any_blob_is_noticed() {
         let case = case();
         let dest = case.tmp.path().join("bundle");
-        let made = export(&case.store, case.layer, &provenance(), &dest).unwrap();
+        let made = export_to(&case.store, case.layer, &provenance(), &dest).unwrap();
         let blobs = dest.join("blobs/sha256");
         let mut tried = 0;
         for entry in std::fs::read_dir(&blobs).unwrap() {
@@ -459,7 +524,7 @@ mod tests {
     fn a_bundle_cannot_point_elsewhere_or_at_too_much() {
         let case = case();
         let dest = case.tmp.path().join("bundle");
-        let made = export(&case.store, case.layer, &provenance(), &dest).unwrap();
+        let made = export_to(&case.store, case.layer, &provenance(), &dest).unwrap();
         let blob = dest.join("blobs/sha256").join(made.layer.blob_digest.hex());
         let away = case.tmp.path().join("away");
         std::fs::rename(&blob, &away).unwrap();
@@ -482,11 +547,11 @@ mod tests {
     fn an_unknown_layer_or_too_much_evidence_leaves_nothing() {
         let case = case();
         let dest = case.tmp.path().join("bundle");
-        let error = export(&case.store, Digest([9; 32]), &provenance(), &dest).unwrap_err();
+        let error = export_to(&case.store, Digest([9; 32]), &provenance(), &dest).unwrap_err();
         assert!(matches!(error, Error::NoLayer(_)));
         let evidence = serde_json::Value::String("x".repeat(MAX_JSON as usize));
         let fat = Provenance { evidence, ..provenance() };
-        assert!(export(&case.store, case.layer, &fat, &dest).is_err());
+        assert!(export_to(&case.store, case.layer, &fat, &dest).is_err());
         let left = std::fs::read_dir(case.tmp.path()).unwrap().count();
         assert_eq!(left, 2, "source and layers alone stay");
     }

@@ -1,8 +1,10 @@
 //! What an upper records: entries made or modified, whiteouts, opaque directories.
 //!
 //! Follows Documentation/filesystems/overlayfs.rst. Overlay marks come in two formats, by the
-//! mount option `userxattr`; an upper with marks of the other format was made by another tool and
-//! is refused, since one of the two readings would resurrect deleted files.
+//! mount option `userxattr`. On mounts without it, ours, `user.overlay.*` is an ordinary attribute,
+//! which the owner of a file may set; it is carried as such and means nothing. On the others a
+//! `trusted.overlay.*` mark is another tool's and is refused, since one of the two readings would
+//! resurrect deleted files.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -30,13 +32,6 @@ impl Format {
         match self {
             Self::Trusted => b"trusted.overlay.",
             Self::User => b"user.overlay.",
-        }
-    }
-
-    fn other(self) -> Self {
-        match self {
-            Self::Trusted => Self::User,
-            Self::User => Self::Trusted,
         }
     }
 }
@@ -119,7 +114,8 @@ fn marks(
     for (name, value) in all {
         let name = name.as_bytes();
         let shown = Shown::bytes(name);
-        if name.starts_with(format.other().prefix()) {
+        // On our mounts `user.overlay.*` is an attribute like others, and anybody's to set.
+        if format == Format::User && name.starts_with(Format::Trusted.prefix()) {
             return refuse(format!(
                 "it carries {shown}, a mark of the other overlay format; remove that attribute"
             ));
@@ -254,6 +250,12 @@ pub(super) fn is_overlay_mark(name: &[u8]) -> bool {
     [Format::Trusted, Format::User].iter().any(|f| name.starts_with(f.prefix()))
 }
 
+/// Whether an attribute means nothing to our mounts, but is a mark to those with `userxattr`. Whoever
+/// owns a file may set such.
+pub(super) fn is_foreign_mark(name: &[u8]) -> bool {
+    name.starts_with(Format::User.prefix())
+}
+
 /// The name of the mark that makes a directory opaque on mounts without `userxattr`.
 pub(super) fn opaque_mark() -> &'static OsStr {
     OsStr::new("trusted.overlay.opaque")
@@ -294,8 +296,9 @@ mod tests {
         set(&tmp.path().join("o"), "user.overlay.opaque", b"y");
         let want = ["+ (top directory)/", "+ d/", "- d/gone", "! o/"];
         assert_eq!(list(tmp.path(), Format::User).unwrap(), want);
-        let error = list(tmp.path(), Format::Trusted).unwrap_err().to_string();
-        assert!(error.starts_with("d cannot") && error.contains("user.overlay.opaque"), "{error}");
+        // To a mount without `userxattr` they are attributes like others.
+        let want = ["+ (top directory)/", "+ d/", "+ d/gone", "+ o/"];
+        assert_eq!(list(tmp.path(), Format::Trusted).unwrap(), want);
     }
 
     #[test]

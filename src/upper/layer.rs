@@ -7,23 +7,26 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Read as _, Write};
+use std::io::{self, BufWriter, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FileType, SeekFrom};
-use rustix::io::Errno;
+use rustix::fs::FileType;
+use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use super::changes::{Change, Changes, Format, Kind};
+use super::changes::{Change, Changes, Format, Kind, is_foreign_mark};
+use super::runs::{self, copy_run};
 use super::store::{LayerInfo, LayerStore};
-use super::tarfmt::{self, MAX_PATH, Meta, OPAQUE, WHITEOUT, Writer};
-use super::{At as _, Error, Result, Shown, path_of};
+use super::tarfmt::{self, MAX_PATH, Meta, Writer};
+use super::{At as _, Error, Result, Shown, Stop, path_of};
 use crate::kernel::walk::{Info, stat_fd};
 use crate::model::head::Digest;
 
 /// zstd's own default: about 400 MB/s, and a third of the size for source trees.
 const LEVEL: i32 = 3;
+/// First names of files with several are held until the last one was seen; bytes of them at most.
+const MAX_LINKED: usize = 256 << 20;
 
 /// What is captured.
 #[derive(Clone, Copy, Debug)]
@@ -60,25 +63,66 @@ pub struct Captured {
     pub skipped_sockets: u64,
     /// Files that changed while they were read, with the writers frozen.
     pub changed: u64,
+    /// Names that stand escaped in the archive.
+    pub escaped: Escaped,
     /// How long it took.
     pub took: Duration,
 }
 
-/// Captures `source` into `store`. When it returns, the layer is durable.
-pub fn capture(source: Source<'_>, writers: Writers, store: &LayerStore) -> Result<Captured> {
+/// Names that mean a deletion in an archive, or look like an escaped one, and were escaped
+/// (docs/adr/0009).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Escaped {
+    /// How many entries have such a name in their path.
+    pub entries: u64,
+    /// The first of them: the true path, for people, and the path in the archive.
+    pub first: Vec<[String; 2]>,
+}
+
+impl Escaped {
+    /// Paths of this many bytes in all are listed.
+    const LISTED: usize = 64 << 10;
+
+    fn note(&mut self, path: &[u8], listed: &mut usize) {
+        let archived = tarfmt::escaped(path);
+        if *archived == *path {
+            return;
+        }
+        self.entries += 1;
+        *listed += path.len() + archived.len();
+        if *listed <= Self::LISTED {
+            self.first.push([path, &archived].map(|path| Shown::bytes(path).to_string()));
+        }
+    }
+}
+
+/// Captures `source` into `store`. When it returns, the layer is durable. Once `stop` says so it ends
+/// with [`Error::Stopped`] and leaves nothing.
+///
+/// Memory is bounded but for the names of the directories on the way to where it is, which are
+/// sorted, and the first names of files with several, of which there are at most 256 MiB.
+pub fn capture(
+    source: Source<'_>,
+    writers: Writers,
+    store: &LayerStore,
+    stop: Stop<'_>,
+) -> Result<Captured> {
     let begun = Instant::now();
     let (changes, plain) = match source {
         Source::Upper(fd, format) => (Changes::new(fd, format)?, false),
         Source::Directory(fd) => (Changes::new(fd, Format::Trusted)?, true),
     };
     let mut tally = Tally::default();
-    let info = store.add(|file| {
+    let packed = store.add(|file| {
         let mut sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
-        let mut pack = Pack { out: Writer::new(&mut sink), plain, writers, tally: &mut tally };
+        let out = Writer::new(&mut sink);
+        let mut pack = Pack { out, plain, writers, stop, tally: &mut tally };
         pack.all(changes)?;
         pack.out.finish().at("write", path_of(b"the layer"))?;
         sink.finish(tally.entries).at("write", path_of(b"the layer"))
-    })?;
+    });
+    let info = packed.map_err(|error| if stop() { Error::Stopped } else { error })?;
     Ok(Captured {
         diff_id: info.diff_id,
         blob_digest: info.blob_digest,
@@ -87,6 +131,7 @@ pub fn capture(source: Source<'_>, writers: Writers, store: &LayerStore) -> Resu
         entries: info.entries,
         skipped_sockets: tally.sockets,
         changed: tally.changed,
+        escaped: tally.escaped,
         took: begun.elapsed(),
     })
 }
@@ -96,26 +141,37 @@ struct Tally {
     entries: u64,
     sockets: u64,
     changed: u64,
+    escaped: Escaped,
+    listed: usize,
 }
 
 struct Pack<'t, W: Write> {
     out: Writer<W>,
     plain: bool,
     writers: Writers,
+    stop: Stop<'t>,
     tally: &'t mut Tally,
+}
+
+/// The first name of a file with several, and how many others are still to come.
+struct Linked {
+    first: Vec<u8>,
+    others: u32,
 }
 
 impl<W: Write> Pack<'_, W> {
     fn all(&mut self, mut changes: Changes) -> Result<()> {
-        // First name of each file with several, by device and inode.
-        let mut linked = HashMap::<(u64, u64), Vec<u8>>::new();
+        // By device and inode.
+        let mut linked = HashMap::<(u64, u64), Linked>::new();
+        let mut held = 0;
         while let Some(change) = changes.next().transpose()? {
+            super::go_on(self.stop)?;
             self.check(&change)?;
             let info = &change.info;
             let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
             let kind = match &change.kind {
                 Kind::Whiteout => {
-                    self.mark(&prefixed(&change.path, WHITEOUT))?;
+                    self.mark(&change.path, &tarfmt::Kind::Whiteout)?;
                     continue;
                 }
                 Kind::Socket => {
@@ -133,13 +189,28 @@ impl<W: Write> Pack<'_, W> {
             };
             let meta = meta_of(&change);
             if info.nlink > 1 && kind != tarfmt::Kind::Directory {
-                if let Some(first) = linked.get(&(info.dev, info.ino)) {
-                    let link = tarfmt::Kind::HardLink { target: first.clone() };
+                let file = (info.dev, info.ino);
+                if let Some(known) = linked.get_mut(&file) {
+                    let link = tarfmt::Kind::HardLink { target: known.first.clone() };
                     // All names of a file have one mode, owner, time and set of attributes.
                     self.entry(&change.path, &link, &Meta { xattrs: Default::default(), ..meta })?;
+                    known.others = known.others.saturating_sub(1);
+                    if known.others == 0 {
+                        held -= known.first.len();
+                        linked.remove(&file);
+                    }
                     continue;
                 }
-                linked.insert((info.dev, info.ino), change.path.clone());
+                held += change.path.len();
+                if held > MAX_LINKED {
+                    return Err(Error::NotPortable {
+                        path: Shown::bytes(&change.path),
+                        why: "the names of files with several names are longer than 256 MiB in \
+                              all; remove some of those links"
+                            .to_owned(),
+                    });
+                }
+                linked.insert(file, Linked { first: change.path.clone(), others: info.nlink - 1 });
             }
             match kind {
                 tarfmt::Kind::File { .. } => {
@@ -150,12 +221,7 @@ impl<W: Write> Pack<'_, W> {
                 other => self.entry(&change.path, &other, &meta)?,
             }
             if change.kind == (Kind::Directory { opaque: true }) {
-                let mut marker = change.path.clone();
-                if !marker.is_empty() {
-                    marker.push(b'/');
-                }
-                marker.extend(OPAQUE);
-                self.mark(&marker)?;
+                self.mark(&change.path, &tarfmt::Kind::Opaque)?;
             }
         }
         Ok(())
@@ -165,11 +231,11 @@ impl<W: Write> Pack<'_, W> {
         let refuse = |why: &str| {
             Err(Error::NotPortable { path: Shown::bytes(&change.path), why: why.to_owned() })
         };
-        if change.name().starts_with(WHITEOUT) {
-            return refuse("names that start with `.wh.` mean deletions in a layer; rename it");
+        if change.path.len() > MAX_PATH {
+            return refuse("its path is longer than 1 MiB; move it up, or shorten names above it");
         }
-        if change.path.len() + WHITEOUT.len() > MAX_PATH {
-            return refuse("its path is longer than 64 KiB; move it up");
+        if change.path.is_empty() && change.kind == (Kind::Directory { opaque: true }) {
+            return refuse("the upper itself is marked opaque, which a mount would not show");
         }
         let marked = matches!(change.kind, Kind::Whiteout | Kind::Directory { opaque: true });
         if self.plain && marked {
@@ -178,17 +244,28 @@ impl<W: Write> Pack<'_, W> {
                  directory; capture what the overlay shows instead",
             );
         }
+        if self.plain && change.xattrs.keys().any(|name| is_foreign_mark(name)) {
+            return refuse(
+                "it has a `user.overlay.` attribute, so this may be the upper of a mount with \
+                 userxattr; capture what the overlay shows instead, or remove the attribute",
+            );
+        }
         Ok(())
     }
 
-    fn entry(&mut self, path: &[u8], kind: &tarfmt::Kind, meta: &Meta) -> Result<()> {
+    fn count(&mut self, path: &[u8]) {
         self.tally.entries += 1;
+        self.tally.escaped.note(path, &mut self.tally.listed);
+    }
+
+    fn entry(&mut self, path: &[u8], kind: &tarfmt::Kind, meta: &Meta) -> Result<()> {
+        self.count(path);
         self.out.entry(path, kind, meta).at("write", path_of(b"the layer"))
     }
 
     /// A whiteout or an opaque marker: an empty file that says nothing but its name.
-    fn mark(&mut self, path: &[u8]) -> Result<()> {
-        self.entry(path, &tarfmt::Kind::File { size: 0 }, &Meta::default())
+    fn mark(&mut self, path: &[u8], mark: &tarfmt::Kind) -> Result<()> {
+        self.entry(path, mark, &Meta::default())
     }
 
     fn file(&mut self, change: &Change, file: OwnedFd, meta: &Meta) -> Result<()> {
@@ -196,8 +273,21 @@ impl<W: Write> Pack<'_, W> {
         let path = path_of(&change.path);
         let before = stat_fd(&file).at("stat", path)?;
         let size = change.info.size;
-        self.entry(&change.path, &tarfmt::Kind::File { size }, meta)?;
-        let whole = copy_sparse(&file, size, &mut self.out).at("copy into the layer", path)?;
+        let runs = runs::of(&file, size, self.stop).at("read", path)?;
+        self.count(&change.path);
+        match runs::is_whole(&runs, size) {
+            true => self.out.entry(&change.path, &tarfmt::Kind::File { size }, meta),
+            false => self.out.sparse(&change.path, size, &runs, meta),
+        }
+        .at("write", path_of(b"the layer"))?;
+        let mut whole = true;
+        for run in &runs {
+            whole = whole
+                && copy_run(&file, *run, &mut self.out, self.stop)
+                    .at("copy into the layer", path)?;
+        }
+        // What is no run may have been cut off.
+        whole = whole && file.metadata().at("stat", path)?.len() >= size;
         self.out.pad().at("write", path_of(b"the layer"))?;
         let after = stat_fd(&file).at("stat", path)?;
         if !whole || before.ino != change.info.ino || before.dev != change.info.dev {
@@ -228,44 +318,6 @@ pub(super) fn meta_of(change: &Change) -> Meta {
         mtime_ns: info.mtime_ns,
         xattrs: change.xattrs.clone(),
     }
-}
-
-/// The path with a prefix before its last component.
-fn prefixed(path: &[u8], prefix: &[u8]) -> Vec<u8> {
-    let name = path.iter().rposition(|b| *b == b'/').map_or(0, |at| at + 1);
-    [&path[..name], prefix, &path[name..]].concat()
-}
-
-/// Writes `size` bytes of a file; holes are written as zeros without being read. False if the file
-/// has become shorter.
-fn copy_sparse(file: &File, size: u64, out: &mut impl Write) -> io::Result<bool> {
-    let mut at = 0;
-    while at < size {
-        let data = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            Ok(data) => data.min(size),
-            Err(Errno::NXIO) => size,
-            // A file system without holes: everything is data.
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
-            Err(e) => return Err(e.into()),
-        };
-        io::copy(&mut io::repeat(0).take(data - at), out)?;
-        if data == size {
-            // Nothing but a hole is left, unless the file was cut meanwhile.
-            return Ok(file.metadata()?.len() >= size);
-        }
-        let hole = match rustix::fs::seek(file, SeekFrom::Hole(data)) {
-            Ok(hole) => hole.min(size),
-            Err(Errno::INVAL | Errno::OPNOTSUPP) => size,
-            Err(Errno::NXIO) => return Ok(false),
-            Err(e) => return Err(e.into()),
-        };
-        rustix::fs::seek(file, SeekFrom::Start(data))?;
-        if io::copy(&mut file.take(hole - data), out)? < hole - data {
-            return Ok(false);
-        }
-        at = hole;
-    }
-    Ok(true)
 }
 
 /// Hashes and counts what passes through.
@@ -360,7 +412,7 @@ mod tests {
         let file = changes.here().open_file("f".as_ref()).unwrap();
         let mut tally = Tally::default();
         let out = Writer::new(io::sink());
-        let mut pack = Pack { out, plain: false, writers, tally: &mut tally };
+        let mut pack = Pack { out, plain: false, writers, stop: &|| false, tally: &mut tally };
         let outcome = pack.file(&change, file, &meta_of(&change));
         (outcome, tally)
     }

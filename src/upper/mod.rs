@@ -34,6 +34,7 @@ pub mod layer;
 pub mod remove;
 #[cfg(test)]
 mod round_trip;
+mod runs;
 pub mod size;
 pub mod store;
 mod tarfmt;
@@ -49,6 +50,7 @@ use std::path::{Path, PathBuf};
 use rustix::io::Errno;
 
 use crate::kernel;
+use crate::model::code::Code;
 use crate::model::head::Digest;
 
 /// A path for people: valid UTF-8 as it is, control characters and other bytes escaped.
@@ -144,6 +146,9 @@ pub enum Error {
         /// The rule it breaks.
         why: String,
     },
+    /// Who asked does not want it any more.
+    #[error("it was stopped before its end, and nothing of it is left")]
+    Stopped,
     /// The target is taken.
     #[error("{path} exists already and is left alone; choose another name")]
     Exists {
@@ -177,6 +182,24 @@ impl Error {
         }
     }
 
+    /// The stable code it is answered with.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::NotPortable { .. } => Code::UpperRefused,
+            Self::Exists { .. } => Code::DestinationExists,
+            Self::Changed { .. } | Self::Stopped => Code::Busy,
+            Self::Bundle { .. } => Code::BundleInvalid,
+            Self::Call { .. } if self.errno() == Some(Errno::NOSPC) => Code::NoSpace,
+            Self::Call { .. }
+            | Self::Hostile { .. }
+            | Self::Corrupt { .. }
+            | Self::NoLayer(_)
+            | Self::NotComplete(_)
+            | Self::Unmarked { .. }
+            | Self::Mounted { .. } => Code::Internal,
+        }
+    }
+
     fn hostile(path: &[u8], why: impl Into<String>) -> Self {
         Self::Hostile { path: Shown::bytes(path), why: why.into() }
     }
@@ -194,6 +217,27 @@ impl From<kernel::Error> for Error {
                 source: std::io::Error::other(other),
             },
         }
+    }
+}
+
+/// Asked now and then by long work; true when it is not wanted any more.
+pub type Stop<'a> = &'a dyn Fn() -> bool;
+
+/// [`Error::Stopped`] once `stop` says so.
+fn go_on(stop: Stop<'_>) -> Result<()> {
+    if stop() { Err(Error::Stopped) } else { Ok(()) }
+}
+
+/// A reader that fails once it is not wanted any more.
+struct Stoppable<'s, R> {
+    inner: R,
+    stop: Stop<'s>,
+}
+
+impl<R: std::io::Read> std::io::Read for Stoppable<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        go_on(self.stop).map_err(std::io::Error::other)?;
+        self.inner.read(buffer)
     }
 }
 

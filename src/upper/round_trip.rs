@@ -8,6 +8,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, XattrFlags};
 
+use super::changes::Format;
 use super::layer::{Captured, Source, Writers, capture};
 use super::store::LayerStore;
 use super::tarfmt::{Kind, Meta, Writer};
@@ -16,7 +17,7 @@ use crate::model::head::Digest;
 
 pub(super) fn capture_dir(dir: &Path, store: &LayerStore) -> Result<Captured> {
     let fd = File::open(dir).unwrap();
-    capture(Source::Directory(fd.as_fd()), Writers::Running, store)
+    capture(Source::Directory(fd.as_fd()), Writers::Running, store, &|| false)
 }
 
 pub(super) fn touch(path: &Path, seconds: i64, nanos: i64) {
@@ -122,14 +123,116 @@ fn the_digest_depends_on_content_alone() {
     assert_ne!(capture_dir(&b.source, &b.store).unwrap().diff_id, one, "a nanosecond counts");
 }
 
+/// Captures as a session's upper, which may hold what a first layer may not.
+fn capture_upper(dir: &Path, store: &LayerStore) -> Result<Captured> {
+    let fd = File::open(dir).unwrap();
+    capture(Source::Upper(fd.as_fd(), Format::Trusted), Writers::Running, store, &|| false)
+}
+
 #[test]
-fn names_that_mean_deletions_are_refused() {
+fn a_file_whose_name_means_a_deletion_stays_a_file() {
     let case = case();
-    std::fs::write(case.source.join(".wh.file"), b"").unwrap();
+    let at = |name: &str| case.source.join(name);
+    std::fs::create_dir_all(at(".wh.dir/.wh..wh..opq")).unwrap();
+    std::fs::write(at(".wh.dir/inner"), b"i").unwrap();
+    std::fs::write(at(".wh.file"), b"kept").unwrap();
+    std::fs::write(at("file"), b"not deleted").unwrap();
+    std::fs::hard_link(at(".wh.file"), at("second")).unwrap();
+    std::fs::write(at(".overfence-escaped.wh.file"), b"another").unwrap();
+    let long = format!(".wh.{}", "x".repeat(251));
+    std::fs::write(at(&long), b"long").unwrap();
+    let first = capture_upper(&case.source, &case.store).unwrap();
+    assert_eq!(first.escaped.entries, 6, "{:?}", first.escaped);
+    let shown = [".wh.file".to_owned(), ".overfence-escaped.wh.file".to_owned()];
+    assert!(first.escaped.first.contains(&shown));
+    let tree = case.store.ensure_tree(first.diff_id).unwrap();
+    assert_eq!(capture_upper(&tree, &case.store).unwrap().diff_id, first.diff_id);
+    assert_eq!(std::fs::read(tree.join(".wh.file")).unwrap(), b"kept");
+    assert_eq!(std::fs::read(tree.join(&long)).unwrap(), b"long");
+    let ino = |name: &str| tree.join(name).metadata().unwrap().ino();
+    assert_eq!(ino(".wh.file"), ino("second"));
+
+    // Whoever unpacks it by other means finds every byte, and no deletion.
+    let tar = case.layers.join("layer.tar");
+    let blob = File::open(case.store.blob_path(first.diff_id)).unwrap();
+    zstd::stream::copy_decode(blob, File::create(&tar).unwrap()).unwrap();
+    let mut names = Vec::new();
+    for entry in tar::Archive::new(File::open(&tar).unwrap()).entries().unwrap() {
+        let name = entry.unwrap().path_bytes().into_owned();
+        assert!(!name.windows(4).any(|w| w == b".wh.") || name.starts_with(b".overfence-"));
+        names.push(name);
+    }
+    assert!(names.contains(&b".overfence-escaped.wh.file".to_vec()));
+    assert!(names.contains(&b".overfence-escaped.overfence-escaped.wh.file".to_vec()));
+}
+
+#[test]
+fn an_attribute_that_looks_like_a_mark_of_overlays_is_carried_apart() {
+    let case = case();
+    let file = case.source.join("f");
+    std::fs::create_dir(&file).unwrap();
+    for (name, value) in [("user.overlay.opaque", "y"), ("user.overlay.redirect", "/etc")] {
+        rustix::fs::setxattr(&file, name, value.as_bytes(), XattrFlags::empty()).unwrap();
+    }
     let error = capture_dir(&case.source, &case.store).unwrap_err();
-    assert!(matches!(&error, Error::NotPortable { path, .. } if path.to_string() == ".wh.file"));
-    let left: Vec<_> = std::fs::read_dir(&case.layers).unwrap().collect();
-    assert!(left.is_empty(), "a refused capture leaves {left:?}");
+    assert!(matches!(&error, Error::NotPortable { path, .. } if path.to_string() == "f"));
+    let first = capture_upper(&case.source, &case.store).unwrap();
+    let tree = case.store.ensure_tree(first.diff_id).unwrap();
+    let mut value = [0; 16];
+    let len = rustix::fs::getxattr(tree.join("f"), "user.overlay.redirect", &mut value).unwrap();
+    assert_eq!(&value[..len], b"/etc");
+    assert_eq!(capture_upper(&tree, &case.store).unwrap().diff_id, first.diff_id);
+    // GNU tar knows no such record, and sets nothing.
+    let blob = std::fs::read(case.store.blob_path(first.diff_id)).unwrap();
+    let tar = zstd::decode_all(&blob[..]).unwrap();
+    let has = |text: &[u8]| tar.windows(text.len()).any(|w| w == text);
+    assert!(has(b"OVERFENCE.xattr.user.overlay.opaque=y\n") && !has(b"SCHILY"));
+}
+
+#[test]
+fn a_terabyte_of_nothing_takes_no_time() {
+    use std::os::unix::fs::FileExt as _;
+    let case = case();
+    let size = 1_u64 << 40;
+    let file = File::create(case.source.join("huge")).unwrap();
+    file.write_at(b"in the middle", 700 << 30).unwrap();
+    file.write_at(b"at the end", size - 10).unwrap();
+    file.set_len(size).unwrap();
+    File::create(case.source.join("hole")).unwrap().set_len(9 << 30).unwrap();
+    let first = capture_dir(&case.source, &case.store).unwrap();
+    assert!(first.took < std::time::Duration::from_secs(5), "{:?}", first.took);
+    assert!(first.size_uncompressed < 1 << 20, "{}", first.size_uncompressed);
+    let tree = case.store.ensure_tree(first.diff_id).unwrap();
+    assert_eq!(capture_dir(&tree, &case.store).unwrap().diff_id, first.diff_id);
+    let mut bytes = [0; 13];
+    let copy = File::open(tree.join("huge")).unwrap();
+    copy.read_exact_at(&mut bytes, 700 << 30).unwrap();
+    assert_eq!((&bytes, copy.metadata().unwrap().len()), (b"in the middle", size));
+    assert!(copy.metadata().unwrap().blocks() < 1000);
+    assert_eq!(tree.join("hole").metadata().unwrap().len(), 9 << 30);
+}
+
+#[test]
+fn a_capture_that_is_not_wanted_any_more_ends_and_leaves_nothing() {
+    let case = case();
+    let file = File::create(case.source.join("f")).unwrap();
+    std::os::unix::fs::FileExt::write_at(&file, &[7; 3 << 20], 0).unwrap();
+    let fd = File::open(&case.source).unwrap();
+    for asked in [0, 1, 5, 30, 60] {
+        let left = std::cell::Cell::new(asked);
+        // Once not wanted, never wanted again.
+        let stop = || match left.get() {
+            0 => true,
+            n => {
+                left.set(n - 1);
+                false
+            }
+        };
+        let source = Source::Directory(fd.as_fd());
+        let outcome = capture(source, Writers::Running, &case.store, &stop);
+        assert!(matches!(outcome, Err(Error::Stopped)), "{asked}: {outcome:?}");
+        assert_eq!(std::fs::read_dir(&case.layers).unwrap().count(), 0);
+    }
 }
 
 #[test]
@@ -143,9 +246,10 @@ fn sockets_are_skipped_and_counted() {
 #[test]
 fn a_tree_deeper_than_path_max_goes_through() {
     let case = case();
-    super::remove::tests::deepen(&case.source, 1500, "dddd");
+    super::remove::tests::deepen(&case.source, 10_000, "d");
     let first = capture_dir(&case.source, &case.store).unwrap();
-    assert_eq!(first.entries, 1502);
+    assert_eq!(first.entries, 10_002);
+    assert_eq!(super::size::size(&case.source).unwrap().1, 10_001);
     let tree = case.store.ensure_tree(first.diff_id).unwrap();
     assert_eq!(capture_dir(&tree, &case.store).unwrap().diff_id, first.diff_id);
     super::remove::remove_tree(&case.source).unwrap();
@@ -196,7 +300,10 @@ fn archive(entries: &[(&[u8], Kind)]) -> (Vec<u8>, Digest) {
     for (path, kind) in entries {
         out.entry(path, kind, &meta).unwrap();
     }
-    let tar = out.finish().unwrap();
+    named(out.finish().unwrap())
+}
+
+fn named(tar: Vec<u8>) -> (Vec<u8>, Digest) {
     use sha2::Digest as _;
     let id = Digest(sha2::Sha256::digest(&tar).into());
     (zstd::encode_all(&tar[..], 1).unwrap(), id)
@@ -219,8 +326,8 @@ fn an_archive_cannot_reach_out_of_its_tree() {
         ("a file through a symlink", vec![(b"a", link()), (b"a/new", file())]),
         ("a directory over a symlink's inside", vec![(b"a", link()), (b"a/d/e", file())]),
         ("a hard link through a symlink", vec![(b"a", link()), (b"b", hard(b"a/secret"))]),
-        ("a whiteout through a symlink", vec![(b"a", link()), (b"a/.wh.secret", file())]),
-        ("an opaque mark through a symlink", vec![(b"a", link()), (b"a/.wh..wh..opq", file())]),
+        ("a whiteout through a symlink", vec![(b"a", link()), (b"a/secret", Kind::Whiteout)]),
+        ("an opaque mark through a symlink", vec![(b"a", link()), (b"a", Kind::Opaque)]),
         ("a hard link to nothing", vec![(b"b", hard(b"nothing"))]),
         ("a hard link to a directory", vec![(b"d", Kind::Directory), (b"b", hard(b"d"))]),
         ("a file over a directory", vec![(b"d", Kind::Directory), (b"d", file())]),
@@ -250,21 +357,29 @@ fn an_import_is_what_it_was_announced_as() {
     assert!(case.store.import(&blob[..], id, 511).is_err(), "longer than allowed");
     assert!(case.store.import(&blob[..blob.len() - 3], id, 1 << 20).is_err(), "cut");
     assert_eq!(case.store.list().unwrap(), []);
-    let reserved: [&[u8]; 5] = [b".wh.", b".wh...", b".wh..wh.plnk", b".wh.d/f", b".wh..wh..opq"];
-    for name in reserved {
-        let (blob, id) = archive(&[(name, file())]);
-        assert!(
-            matches!(case.store.import(&blob[..], id, 1 << 20), Err(Error::Hostile { .. })),
-            "{}",
-            super::Shown::bytes(name)
-        );
+    // What no writer of ours makes.
+    for name in [".wh.", ".wh...", ".wh..wh.plnk", ".wh.d/f", ".wh..wh..opq"] {
+        let mut header = tar::Header::new_ustar();
+        header.set_path(name).unwrap();
+        header.set_size(0);
+        for set in [tar::Header::set_mode, |h: &mut tar::Header, _| h.set_mtime(0)] {
+            set(&mut header, 0);
+        }
+        for set in [tar::Header::set_uid, tar::Header::set_gid] {
+            set(&mut header, 0);
+        }
+        header.set_cksum();
+        let tar = [header.as_bytes(), &[0; 1024][..]].concat();
+        let (blob, id) = named(tar);
+        let outcome = case.store.import(&blob[..], id, 1 << 20);
+        assert!(matches!(outcome, Err(Error::Hostile { .. })), "{name}: {outcome:?}");
     }
     assert_eq!(case.store.import(&blob[..], id, 1 << 20).unwrap().diff_id, id);
 }
 
 fn odd_name() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(any::<u8>().prop_filter("a name's byte", |b| !b"/\0".contains(b)), 1..40)
-        .prop_filter("a name", |n| n != b"." && n != b".." && !n.starts_with(b".wh."))
+        .prop_filter("a name", |n| n != b"." && n != b"..")
 }
 
 proptest! {

@@ -147,13 +147,13 @@ impl LayerStore {
         write: impl FnOnce(&File) -> Result<LayerInfo>,
     ) -> Result<LayerInfo> {
         let path = temporary.join(BLOB);
-        let blob = create(&path)?;
+        let blob = create(&path, 0o600)?;
         let info = write(&blob)?;
         blob.sync_all().at("fsync", &path)?;
         let text = serde_json::to_vec_pretty(&info)
             .map_err(std::io::Error::from)
             .at("encode", temporary.join(INFO))?;
-        write_durable(&temporary.join(INFO), &text)?;
+        write_durable(&temporary.join(INFO), 0o600, &text)?;
         sync_dir(temporary)?;
         let place = self.of(info.diff_id);
         failpoint::hit("upper.layer.rename.before");
@@ -225,7 +225,7 @@ impl LayerStore {
             return Err(error);
         }
         rustix::fs::syncfs(&top).at("sync the file system of", &tree)?;
-        write_durable(&dir.join(COMPLETE), b"")?;
+        write_durable(&dir.join(COMPLETE), 0o600, b"")?;
         sync_dir(&dir)?;
         failpoint::hit("upper.tree.after");
         Ok(tree)
@@ -296,15 +296,15 @@ fn corrupt(path: &Path, why: String) -> Error {
     Error::Corrupt { what: Shown::from(path).to_string(), why }
 }
 
-/// Makes a new file (0600).
-pub(super) fn create(path: &Path) -> Result<File> {
+/// Makes a new file with this mode, as far as the umask lets it.
+pub(super) fn create(path: &Path, mode: u32) -> Result<File> {
     let mut options = std::fs::OpenOptions::new();
-    options.write(true).create_new(true).mode(0o600).open(path).at("make", path)
+    options.write(true).create_new(true).mode(mode).open(path).at("make", path)
 }
 
 /// Makes a new file with these bytes and fsyncs it; its name is the caller's to sync.
-pub(super) fn write_durable(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut file = create(path)?;
+pub(super) fn write_durable(path: &Path, mode: u32, bytes: &[u8]) -> Result<()> {
+    let mut file = create(path, mode)?;
     file.write_all(bytes).at("write", path)?;
     file.sync_all().at("fsync", path)
 }

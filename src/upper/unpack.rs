@@ -17,49 +17,11 @@ use rustix::io::Errno;
 
 use super::changes::{Changes, Format, opaque_mark};
 use super::layer::meta_of;
-use super::tarfmt::{Entries, Entry, Kind, Meta, OPAQUE, WHITEOUT};
+use super::tarfmt::{Entries, Entry, Kind, Meta};
 use super::tree::{Step, Walk, reopen};
 use super::{At as _, Error, Result, path_of};
 use crate::kernel::proc_path;
 use crate::kernel::walk::{Dir, Info};
-
-/// What an entry means in a layer.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Member {
-    /// Itself.
-    Plain,
-    /// This path was deleted.
-    Whiteout(Vec<u8>),
-    /// This directory hides what lies below it.
-    Opaque(Vec<u8>),
-}
-
-impl Member {
-    /// Reads the meaning of an entry; refuses reserved names that mean nothing.
-    pub(super) fn of(entry: &Entry) -> Result<Self> {
-        let refuse = |why: &str| Err(Error::hostile(&entry.path, why));
-        let (dir, name) = split(&entry.path);
-        if dir.split(|b| *b == b'/').any(|part| part.starts_with(WHITEOUT)) {
-            return refuse("it lies below a whiteout");
-        }
-        let Some(gone) = name.strip_prefix(WHITEOUT) else { return Ok(Self::Plain) };
-        if !matches!(entry.kind, Kind::File { .. }) {
-            return refuse("a whiteout is an empty file");
-        }
-        if name == OPAQUE {
-            return match dir {
-                b"" => refuse("the top directory cannot hide what lies below it"),
-                _ => Ok(Self::Opaque(dir.to_vec())),
-            };
-        }
-        match gone {
-            b"" | b"." | b".." => refuse("it deletes no name"),
-            _ if gone.starts_with(WHITEOUT) => refuse("its name is reserved"),
-            _ if dir.is_empty() => Ok(Self::Whiteout(gone.to_vec())),
-            _ => Ok(Self::Whiteout([dir, b"/", gone].concat())),
-        }
-    }
-}
 
 /// Splits a path into directory and last component.
 fn split(path: &[u8]) -> (&[u8], &[u8]) {
@@ -78,13 +40,13 @@ pub(super) fn unpack(input: impl Read, tree: BorrowedFd<'_>) -> Result<u64> {
     let mut count = 0;
     while let Some(entry) = entries.next_entry()? {
         count += 1;
-        match Member::of(&entry)? {
-            Member::Plain => target.plain(entry, &mut entries)?,
-            Member::Whiteout(path) => target.whiteout(&path)?,
-            Member::Opaque(dir) => {
-                target.go_to(&dir, true)?;
+        match entry.kind {
+            Kind::Whiteout => target.whiteout(&entry.path)?,
+            Kind::Opaque => {
+                target.go_to(&entry.path, true)?;
                 make_opaque(&target.near)?;
             }
+            _ => target.plain(entry, &mut entries)?,
         }
     }
     entries.drain()?;
@@ -185,7 +147,8 @@ impl Target {
                 .at("make", shown)
         };
         match &kind {
-            Kind::Directory => {}
+            // The caller's and those above.
+            Kind::Directory | Kind::Whiteout | Kind::Opaque => {}
             Kind::File { size } => return self.file(&path, name, *size, &meta, entries),
             Kind::HardLink { .. } => {
                 if let Some((dir, target)) = linked {
@@ -254,16 +217,19 @@ impl Target {
         let fd = rustix::fs::openat(&self.near, name, flags, Mode::from_raw_mode(0o600))
             .at("make", shown)?;
         let mut file = File::from(fd);
-        let mut content = entries.content();
         let mut buffer = vec![0; 1 << 16];
-        loop {
-            let got = content.read(&mut buffer).at("read the layer for", shown)?;
-            match &buffer[..got] {
-                [] => break,
-                zeros if zeros.iter().all(|b| *b == 0) => {
-                    file.seek(SeekFrom::Current(got as i64)).at("write", shown)?;
+        for run in entries.runs() {
+            file.seek(SeekFrom::Start(run.at)).at("write", shown)?;
+            let mut content = entries.content().take(run.len);
+            loop {
+                let got = content.read(&mut buffer).at("read the layer for", shown)?;
+                match &buffer[..got] {
+                    [] => break,
+                    zeros if zeros.iter().all(|b| *b == 0) => {
+                        file.seek(SeekFrom::Current(got as i64)).at("write", shown)?;
+                    }
+                    bytes => file.write_all(bytes).at("write", shown)?,
                 }
-                bytes => file.write_all(bytes).at("write", shown)?,
             }
         }
         file.set_len(size).at("write", shown)?;

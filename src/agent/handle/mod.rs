@@ -1,6 +1,7 @@
 //! The only door to the agent: what the API may ask, one method a verb. Requests are checked here
 //! and become events or questions to the authority; nothing here decides about a session.
 
+mod drain;
 mod preserved;
 mod sessions;
 mod workspaces;
@@ -17,7 +18,7 @@ use super::slot::Slot;
 use crate::model::code::Code;
 use crate::model::ids::{SessionId, WorkspaceId};
 use crate::model::journal::Entry;
-use crate::model::view::{EvidenceReport, PathText, StatusView};
+use crate::model::view::{EvidenceReport, PathText, SpaceView, StatusView};
 
 /// How long a request waits for what it set in motion, unless it says otherwise.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -118,11 +119,13 @@ impl Agent {
             }
             Err(fault) => (vec![], Some(text(fault))),
         };
+        let space = host.store.reserve().space();
         let shown = host.shown();
         Ok(StatusView {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             host: host.id.to_string(),
             ready: shown.ready,
+            draining: host.draining(),
             authority: "sqlite".to_owned(),
             authority_trouble: trouble,
             sessions,
@@ -131,17 +134,28 @@ impl Agent {
             state_dir: PathText::of(&host.paths.state),
             cgroup: PathText::of(&host.paths.cgroups),
             preserved_bytes: shown.preserved_bytes,
+            space: SpaceView {
+                free: space.free,
+                reserve: space.held,
+                reserve_wanted: space.wanted,
+                short: space.short(),
+            },
         })
     }
 
     /// OpenMetrics text.
     pub fn metrics(&self) -> String {
-        self.0.metrics.text()
+        self.0.metrics.text(self.0.store.reserve().space())
     }
 
     /// The public key of mount tickets.
     pub fn ticket_key(&self) -> String {
         self.0.store.keys().ticket.public().to_text()
+    }
+
+    /// Tells that the thread that serves the sockets inside the sessions goes round.
+    pub fn sockets_go_round(&self) {
+        self.0.pulse.beat(crate::agent::pulse::Part::Sockets);
     }
 
     /// Ends the agent's threads and tasks; sessions and their mounts go on.
@@ -156,6 +170,11 @@ impl Agent {
 
 fn internal<E: std::error::Error>(fault: E) -> Failure {
     Failure::new(Code::Internal, text(fault))
+}
+
+/// A failure of the room of uppers, with its stable code.
+fn of_upper(fault: crate::upper::Error) -> Failure {
+    Failure::new(fault.code(), text(fault))
 }
 
 fn unavailable<E: std::error::Error>(fault: E) -> Failure {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Agent, PATIENCE, actor, denied, internal};
+use super::{Agent, PATIENCE, actor, denied, internal, of_upper};
 use crate::agent::effects::capture_upper;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
@@ -19,8 +19,8 @@ use crate::model::view::{
     ExportSession, Exported, GcItem, GcReport, KeepSession, PathText, PreservedView, SessionView,
 };
 use crate::store::Durability;
-use crate::upper::bundle::{self, Provenance};
-use crate::upper::layer::Captured;
+use crate::upper::bundle::{self, Provenance, Readers};
+use crate::upper::layer::{Captured, Escaped};
 use crate::upper::remove;
 use crate::upper::store::LayerStore;
 
@@ -183,9 +183,25 @@ fn export(
     if !matches!(s.state, State::Fenced | State::Preserved) || !stopped {
         return Err(denied(&s, Code::WrongState));
     }
+    // Where nobody said where, bundles of all owners lie together, for root alone.
+    let to = dest.map_or_else(
+        || {
+            let name = format!("{}-g{}", s.id, s.generation);
+            (host.paths.bundles.join(name), Readers::Owner)
+        },
+        |dest| (dest, Readers::Usual),
+    );
+    bundle::refuse_taken(&to.0).map_err(of_upper)?;
     let scratch = host.paths.exports.join(PublicationKey::fresh().to_string());
-    let made = LayerStore::open(&scratch).map_err(internal).and_then(|layers| {
-        let captured = capture_upper(&layers, &slot.dirs.upper, false).map_err(internal)?;
+    // Nobody waits for a bundle of what is being removed, readmitted, or served by no agent.
+    let stop = || {
+        let now = slot.lock();
+        host.stopping()
+            || now.session.generation != s.generation
+            || !matches!(now.session.state, State::Fenced | State::Preserved)
+    };
+    let made = LayerStore::open(&scratch).map_err(of_upper).and_then(|layers| {
+        let captured = capture_upper(&layers, &slot.dirs.upper, false, &stop).map_err(of_upper)?;
         let Some(captured) = captured else {
             let text = format!(
                 "session {} changed nothing: there is nothing to export; `preserved discard` \
@@ -202,7 +218,7 @@ fn export(
         // From `frozen` alone a system call or a mapping outside may still change it.
         let proved = |s: &Session| s.facts.has(Fact::ReadOnly) || s.facts.has(Fact::Gone);
         let stable = proved(&s) && proved(&now);
-        bundle_of(host, &s, &layers, &captured, stable, dest)
+        bundle_of(host, &s, &layers, &captured, stable, to, &stop)
     });
     std::fs::remove_dir_all(&scratch).map_err(internal)?;
     let made = made?;
@@ -223,16 +239,16 @@ fn bundle_of(
     layers: &LayerStore,
     captured: &Captured,
     stable: bool,
-    dest: Option<PathBuf>,
+    (path, readers): (PathBuf, Readers),
+    stop: crate::upper::Stop<'_>,
 ) -> Result<MadeBundle, Failure> {
     let excerpt = host.store.evidence_of(s.id).map_err(internal)?;
-    let provenance = provenance(s, stable, &excerpt);
-    let path =
-        dest.unwrap_or_else(|| host.paths.bundles.join(format!("{}-g{}", s.id, s.generation)));
+    let provenance = provenance(s, stable, captured.escaped.clone(), &excerpt);
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent).map_err(internal)?;
     }
-    let made = bundle::export(layers, captured.diff_id, &provenance, &path).map_err(internal)?;
+    let made = bundle::export(layers, captured.diff_id, &provenance, &path, readers, stop)
+        .map_err(of_upper)?;
     let report = bundle::verify(&path)
         .map_err(|e| Failure::new(Code::BundleInvalid, crate::agent::effects::text(e)))?;
     if report.manifest != made.manifest {
@@ -248,7 +264,7 @@ fn bounded(excerpt: &[Entry]) -> &[Entry] {
     &excerpt[excerpt.len().saturating_sub(EXCERPT)..]
 }
 
-fn provenance(s: &Session, stable: bool, excerpt: &[Entry]) -> Provenance {
+fn provenance(s: &Session, stable: bool, escaped: Escaped, excerpt: &[Entry]) -> Provenance {
     let now = jiff::Timestamp::now();
     let at = |entry: &Entry| entry.time.parse().unwrap_or(now);
     Provenance {
@@ -268,6 +284,7 @@ fn provenance(s: &Session, stable: bool, excerpt: &[Entry]) -> Provenance {
         exported_at: now,
         statement: bundle::STATEMENT.to_owned(),
         stable,
+        escaped,
         evidence: serde_json::to_value(bounded(excerpt)).unwrap_or_default(),
     }
 }

@@ -35,6 +35,7 @@ impl Agent {
         let by = by.clone();
         let made = self
             .blocking(move |host| {
+                host.refuse_when_short()?;
                 if let Some(create) = wish.create.clone() {
                     match workspaces::create(host, &by, create) {
                         Err(f) if f.code != Code::WorkspaceExists => return Err(f),
@@ -163,9 +164,9 @@ impl Agent {
                 "the checkpoint goes on; `session inspect` shows it",
             ));
         }
-        let (answer, frozen_for) = {
+        let (answer, frozen_for, code) = {
             let mut inner = slot.lock();
-            (inner.answers.remove(&key), inner.frozen_for)
+            (inner.answers.remove(&key), inner.frozen_for, inner.capture_code)
         };
         let outcome = match answer {
             Some(Published::Committed { .. }) => "committed",
@@ -178,7 +179,7 @@ impl Agent {
             }
             None if !s.holds_lease() => return Err(denied(&s, Code::LeaseLost)),
             None => match s.trouble {
-                Some(why) => return Err(Failure::new(Code::Internal, why)),
+                Some(why) => return Err(Failure::new(code.unwrap_or(Code::Internal), why)),
                 None => "unchanged",
             },
         };
@@ -257,13 +258,16 @@ impl Agent {
                 "the close goes on; `session inspect` shows it",
             ));
         }
-        let answer = slot.lock().answers.remove(&key);
+        let (answer, code) = {
+            let mut inner = slot.lock();
+            (inner.answers.remove(&key), inner.capture_code)
+        };
         if s.state != State::Closed && mode != CloseMode::Keep {
             return Err(match answer {
                 Some(Published::Refused { refusal }) => refusal.into(),
                 Some(Published::Unknown { .. } | Published::Committed { .. }) | None => {
                     Failure::new(
-                        Code::Partial,
+                        code.filter(|code| *code != Code::Internal).unwrap_or(Code::Partial),
                         format!(
                             "session {id} is {}: {}",
                             s.state,
@@ -377,6 +381,7 @@ impl Host {
         by: &str,
         reason: &str,
     ) -> Result<(), Failure> {
+        self.not_draining()?;
         let mut inner = slot.lock();
         let before = inner.session.clone();
         before.readmittable().map_err(|code| match before.facts.has(Fact::Killed) {
@@ -431,8 +436,7 @@ impl Host {
         };
         inner.lease = LeaseClock::granted(sent, inner.session.ttl, inner.session.ends);
         self.store
-            .marks()
-            .raise(&inner.session.workspace, acquired.lease.generation)
+            .raise_mark(&inner.session.workspace, acquired.lease.generation)
             .map_err(unavailable)?;
         self.refresh_deadline(&inner);
         self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))?;

@@ -167,6 +167,7 @@ pub(super) fn create(
     wish: CreateWorkspace,
 ) -> Result<Workspace, Failure> {
     let bad = |e: &dyn std::fmt::Display| Failure::new(Code::BadRequest, e.to_string());
+    host.refuse_when_short()?;
     let id = workspace_id(&wish.id)?;
     let owner = wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?;
     if host.authority.get(&id).map_err(unavailable)?.is_some_and(|w| !w.deleted) {
@@ -182,8 +183,13 @@ pub(super) fn create(
         let dir = Dir::open(&path)
             .map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
         let captured =
-            layer::capture(Source::Directory(dir.as_fd()), Writers::Running, &host.layers)
-                .map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
+            layer::capture(Source::Directory(dir.as_fd()), Writers::Running, &host.layers, &|| {
+                host.stopping()
+            })
+            .map_err(|e| match e.code() {
+                Code::Internal => Failure::new(Code::UpperRefused, crate::agent::effects::text(e)),
+                _ => super::of_upper(e),
+            })?;
         layers.push(captured.diff_id);
     }
     let new =

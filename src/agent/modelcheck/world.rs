@@ -291,6 +291,7 @@ impl World {
             holder: HolderKind::Beat,
             token: layer(0, 0),
             run_as: RunAs { uid: 1, gid: 1, mapped: false, host_network: false },
+            limits: Default::default(),
             ttl: Duration::from_nanos(self.ttl.into()),
             ends: BootNs(0),
             base: got.at.clone(),

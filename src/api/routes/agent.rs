@@ -2,21 +2,22 @@
 
 use std::collections::VecDeque;
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use futures_util::Stream;
 use futures_util::stream::try_unfold;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use super::super::problem::{Query, Refused};
+use super::super::problem::{Query, Refused, Wish};
+use super::Peer;
 use crate::agent::failure::Failure;
 use crate::agent::handle::Agent;
 use crate::model::journal::Entry;
-use crate::model::view::{EvidenceReport, StatusView};
+use crate::model::view::{DrainHost, Drained, EvidenceReport, StatusView};
 
 /// Entries read from the chain at a time.
 const PAGE: usize = 256;
@@ -117,6 +118,17 @@ fn lines(agent: Agent, tail: Tail) -> impl Stream<Item = Result<Vec<u8>, Failure
     responses((status = 200, description = "As it stands.", body = StatusView)))]
 pub(super) async fn status(State(agent): State<Agent>) -> Result<Json<StatusView>, Refused> {
     Ok(Json(agent.status().await?))
+}
+
+/// Takes every session of this host down; new ones are refused until the agent is started again.
+#[utoipa::path(post, path = "/v1/drain", request_body = DrainHost,
+    responses((status = 200, description = "What became of them.", body = Drained)))]
+pub(super) async fn drain(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Wish(wish): Wish<DrainHost>,
+) -> Result<Json<Drained>, Refused> {
+    Ok(Json(agent.drain(&peer.caller, wish).await?))
 }
 
 /// The public key of mount tickets.

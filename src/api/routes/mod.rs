@@ -70,6 +70,7 @@ fn described() -> OpenApiRouter<Agent> {
         .routes(routes!(agent::verify))
         .routes(routes!(agent::events))
         .routes(routes!(agent::status))
+        .routes(routes!(agent::drain))
         .routes(routes!(agent::ticket_key))
         .routes(routes!(agent::metrics))
         .routes(routes!(agent::healthz))

@@ -226,9 +226,13 @@ pub(super) fn settle(s: &mut Session) -> Step {
     if s.disposition == Some(Disposition::Clean) && writerless(s) {
         return begin_deleting(s, Disposition::Clean);
     }
-    if s.fence.to == Fact::Killed && !killed {
+    if s.fence.to >= Fact::Killed && !killed {
         s.state = State::Fenced;
         return Step::go([Effect::Kill]);
+    }
+    if s.fence.to == Fact::Gone && !s.facts.has(Fact::Gone) {
+        s.state = State::Fenced;
+        return Step::go([Effect::ProveGone]);
     }
     let kill_pending = s.on_busy() == OnBusy::Kill && s.busy_since.is_some() && !killed;
     let next = if kill_pending { State::Fenced } else { State::Preserved };
@@ -275,7 +279,7 @@ pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
 pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
     match s.state {
         // No kill from a freeze that is not proved.
-        State::Fencing if s.fence.to == Fact::Killed && s.facts.has(Fact::Frozen) => {
+        State::Fencing if s.fence.to >= Fact::Killed && s.facts.has(Fact::Frozen) => {
             Step::go([Effect::Kill])
         }
         State::Fencing if s.facts.has(Fact::Frozen) => Step::quiet([Effect::ReadOnly]),
@@ -289,8 +293,11 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
                 return Step::quiet([FENCE]);
             }
             let due = s.busy_since.is_some_and(|t| now.since(t) >= s.policy.kill_after);
-            if !killed && (s.fence.to == Fact::Killed || (s.on_busy() == OnBusy::Kill && due)) {
+            if !killed && (s.fence.to >= Fact::Killed || (s.on_busy() == OnBusy::Kill && due)) {
                 return Step::go([Effect::Kill]);
+            }
+            if s.fence.to == Fact::Gone {
+                return Step::quiet(resolve_unknown(s).chain([Effect::ProveGone]));
             }
             let wants_ro = s.fence.to != Fact::Frozen && !s.facts.has(Fact::ReadOnly);
             Step::quiet(resolve_unknown(s).chain(wants_ro.then_some(Effect::ReadOnly)))

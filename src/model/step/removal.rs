@@ -36,8 +36,11 @@ pub(super) fn on_gone(s: &mut Session, proof: &Proof) -> Step {
             s.tries = 0;
             Step::go(next_removal(s))
         }
+        // Nothing is left of it on the host but its upper.
         State::Fencing | State::Fenced | State::Preserved => {
             s.facts.prove(Fact::Gone, proof.clone());
+            s.state = State::Preserved;
+            s.trouble = None;
             Step::note()
         }
         State::Opening | State::Active | State::Releasing | State::Closed | State::Quarantined => {

@@ -60,7 +60,8 @@ fn events() -> impl Strategy<Value = Event> {
     let p = || proof(0);
     let modes =
         prop_oneof![Just(CloseMode::Checkpoint), Just(CloseMode::Keep), Just(CloseMode::Discard)];
-    let to = prop_oneof![Just(Fact::Frozen), Just(Fact::ReadOnly), Just(Fact::Killed)];
+    let to =
+        prop_oneof![Just(Fact::Frozen), Just(Fact::ReadOnly), Just(Fact::Killed), Just(Fact::Gone)];
     let on_busy = prop_oneof![Just(None), Just(Some(OnBusy::Hold)), Just(Some(OnBusy::Kill))];
     let fence = prop_oneof![
         (to, on_busy).prop_map(|(to, on_busy)| Event::FenceAsked {

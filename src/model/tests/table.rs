@@ -501,3 +501,42 @@ fn a_late_renewal_shows_nothing_of_a_closed_session() {
     s.doubt = Some("the authority was silent".into());
     then(&mut s, Event::Renewed, State::Closed, &[]);
 }
+
+#[test]
+fn a_drained_session_leaves_nothing_but_its_upper() {
+    let asked = || Event::FenceAsked {
+        wish: FenceWish { to: Fact::Gone, on_busy: None },
+        by: "op".into(),
+        reason: "why".into(),
+        now: BootNs(10),
+    };
+    // One that ended by a close.
+    let mut s = session(State::Active);
+    close(&mut s, CloseMode::Keep);
+    let read_only = Event::ReadOnly { proof: proof(2), empty: false };
+    then(&mut s, read_only, State::Releasing, &[Effect::Release]);
+    then(&mut s, Event::Released, State::Preserved, &[Effect::Show]);
+    then(&mut s, asked(), State::Preserved, &[Effect::ProveGone]);
+    then(&mut s, failed("prove_gone"), State::Preserved, &[]);
+    then(&mut s, tick(), State::Preserved, &[Effect::ProveGone]);
+    then(&mut s, gone(), State::Preserved, &[]);
+    then(&mut s, tick(), State::Preserved, &[]);
+    assert!(s.disposition.is_none(), "its bytes are kept");
+    // One that was stopped before, frozen, and is held from outside.
+    let mut s = session(State::Preserved);
+    s.facts.prove(Fact::Frozen, proof(1));
+    then(&mut s, asked(), State::Preserved, &[Effect::Kill]);
+    then(&mut s, killed(), State::Preserved, &[Effect::ReadOnly]);
+    let busy = Event::Busy { proof: proof(2), holders: vec![] };
+    then(&mut s, busy, State::Fenced, &[Effect::ProveGone]);
+    then(&mut s, gone(), State::Preserved, &[]);
+    assert!(s.facts.has(Fact::Killed) && !s.safe_to_delete());
+    // One that runs, with something under way.
+    let mut s = session(State::Active);
+    then(&mut s, asked(), State::Fencing, &[FENCE, revoke(), Effect::Show]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, self::read_only(), State::Fenced, &[Effect::Kill]);
+    then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
+    then(&mut s, self::read_only(), State::Fenced, &[Effect::ProveGone]);
+    then(&mut s, gone(), State::Preserved, &[]);
+}

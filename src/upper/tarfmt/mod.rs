@@ -3,27 +3,43 @@
 //! Written canonically: the same entries give the same bytes, whatever made them. Read strictly:
 //! every size is bounded before memory is taken for it, and a path cannot climb.
 
+mod names;
 mod read;
 mod write;
 
+pub(super) use names::escaped;
 pub(super) use read::{Entries, Entry};
 pub(super) use write::Writer;
 
 use super::changes::Xattrs;
 
-/// A path in a layer has at most this many bytes; longer than the kernel takes in one call.
-pub(super) const MAX_PATH: usize = 64 << 10;
+/// A path in a layer has at most this many bytes; much longer than the kernel takes in one call.
+pub(super) const MAX_PATH: usize = 1 << 20;
+/// A sparse file has at most this many runs of bytes.
+pub(super) const MAX_RUNS: usize = 1 << 20;
 /// A name has at most this many bytes, as in the kernel.
 const MAX_NAME: usize = 255;
-/// The extended records of one entry have at most this many bytes.
-const MAX_RECORDS: u64 = 4 << 20;
-/// Names in a layer that start like this are whiteouts.
-pub(super) const WHITEOUT: &[u8] = b".wh.";
-/// The name that makes its directory opaque.
-pub(super) const OPAQUE: &[u8] = b".wh..wh..opq";
+/// The extended records of one entry have at most this many bytes: its path and the path it links
+/// to, each also unescaped, and all attributes that the kernel stores.
+const MAX_RECORDS: u64 = 16 << 20;
 
 const BLOCK: usize = 512;
 const XATTR: &[u8] = b"SCHILY.xattr.";
+/// Attributes that another unpacker is not to set: some overlay would take them for marks.
+const OWN_XATTR: &[u8] = b"OVERFENCE.xattr.";
+/// The path of an entry whose name had to be escaped.
+const TRUE_PATH: &[u8] = b"OVERFENCE.path";
+/// The same of the file that a hard link is to.
+const TRUE_LINK: &[u8] = b"OVERFENCE.linkpath";
+
+/// Bytes of a file that are not zero, or not known to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    /// Offset in the file.
+    pub(super) at: u64,
+    /// How many.
+    pub(super) len: u64,
+}
 
 /// What an entry is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +56,10 @@ pub(super) enum Kind {
     Symlink {
         target: Vec<u8>,
     },
+    /// The path was deleted.
+    Whiteout,
+    /// The directory hides what lies below it.
+    Opaque,
     Fifo,
     CharDevice {
         major: u32,
@@ -100,11 +120,19 @@ mod tests {
     }
 
     fn name() -> impl Strategy<Value = Vec<u8>> {
-        prop::collection::vec(
+        let bytes = prop::collection::vec(
             any::<u8>().prop_filter("no / or NUL", |b| !b"/\0".contains(b)),
             1..200,
-        )
-        .prop_filter("not . or ..", |n| n != b"." && n != b"..")
+        );
+        let start = prop_oneof![
+            6 => Just(&b""[..]),
+            1 => Just(&b".wh."[..]),
+            1 => Just(&b".wh..wh."[..]),
+            1 => Just(&b".overfence-escaped"[..]),
+        ];
+        (start, bytes)
+            .prop_map(|(start, name)| [start, &name].concat())
+            .prop_filter("not . or ..", |n| n != b"." && n != b"..")
     }
 
     fn path() -> impl Strategy<Value = Vec<u8>> {
@@ -138,6 +166,8 @@ mod tests {
         prop_oneof![
             Just((Kind::Directory, vec![])),
             Just((Kind::Fifo, vec![])),
+            Just((Kind::Whiteout, vec![])),
+            Just((Kind::Opaque, vec![])),
             prop::collection::vec(any::<u8>(), 0..1500)
                 .prop_map(|b| (Kind::File { size: b.len() as u64 }, b)),
             path().prop_map(|target| (Kind::HardLink { target }, vec![])),
@@ -192,6 +222,103 @@ mod tests {
     }
 
     #[test]
+    fn what_holds_of_a_sparse_file_is_read_back() {
+        let size = 1 << 50;
+        let runs = [Run { at: 0, len: 2 }, Run { at: 7 << 30, len: 3 }];
+        let mut writer = Writer::new(Vec::new());
+        for (name, size) in [(&b"a"[..], size), (b".wh.b", (7 << 30) + 3)] {
+            writer.sparse(name, size, &runs, &Meta::default()).unwrap();
+            std::io::Write::write_all(&mut writer, b"heart").unwrap();
+            writer.pad().unwrap();
+        }
+        writer.sparse(b"empty", size, &[], &Meta::default()).unwrap();
+        writer.pad().unwrap();
+        writer.entry(b"next", &Kind::Fifo, &Meta::default()).unwrap();
+        let bytes = writer.finish().unwrap();
+        let mut entries = Entries::new(&bytes[..]);
+        for (name, size) in [(&b"a"[..], size), (b".wh.b", (7 << 30) + 3)] {
+            let entry = entries.next_entry().unwrap().unwrap();
+            assert_eq!((&entry.path[..], entry.kind), (name, Kind::File { size }));
+            assert_eq!(entries.runs(), runs);
+            let mut bytes = Vec::new();
+            entries.content().read_to_end(&mut bytes).unwrap();
+            assert_eq!(bytes, b"heart");
+        }
+        assert_eq!(entries.next_entry().unwrap().unwrap().kind, Kind::File { size });
+        assert_eq!(entries.runs(), []);
+        assert_eq!(entries.next_entry().unwrap().unwrap().kind, Kind::Fifo);
+    }
+
+    #[test]
+    fn a_sparse_map_that_lies_is_refused() {
+        let sparse = |map: &[u8], real: u64, stored: u64| {
+            let record = |text: String| {
+                let n = text.len() + 4;
+                format!("{n} {text}\n")
+            };
+            let mut body = String::new();
+            for text in [
+                "GNU.sparse.major=1".into(),
+                "GNU.sparse.minor=0".into(),
+                "GNU.sparse.name=f".into(),
+                format!("GNU.sparse.realsize={real}"),
+            ] {
+                body.push_str(&record(text));
+            }
+            let mut all = header(b'x', b"p", b"", body.len() as u64);
+            all.extend(body.as_bytes());
+            all.resize(all.len().next_multiple_of(BLOCK), 0);
+            all.extend(header(b'0', b"GNUSparseFile.0/f", b"", stored));
+            all.extend(map);
+            all.resize(all.len().next_multiple_of(BLOCK) + 1024, 0);
+            all
+        };
+        let map = |text: &str| {
+            let mut map = text.as_bytes().to_vec();
+            map.resize(BLOCK, 0);
+            map
+        };
+        assert_eq!(fuzz_entries(&sparse(&map("1\n5\n4\n"), 9, 516)).unwrap(), 1);
+        for (what, archive) in [
+            ("beyond the end", sparse(&map("1\n6\n4\n"), 9, 516)),
+            ("beyond all", sparse(&map("1\n18446744073709551615\n4\n"), 9, 516)),
+            ("too little stored", sparse(&map("1\n0\n4\n"), 9, 515)),
+            ("too much stored", sparse(&map("1\n0\n4\n"), 9, 517)),
+            ("overlapping", sparse(&map("2\n0\n2\n1\n2\n"), 9, 516)),
+            ("no map", sparse(b"", 9, 4)),
+            ("an endless number", sparse(&[b'1'; 512], 9, 516)),
+            ("no number", sparse(&map("x\n"), 9, 516)),
+            ("too many runs", sparse(&map("1048577\n"), 9, 516)),
+            ("a map without end", sparse(&map("200\n0\n0\n"), 9, 512)),
+            ("negative", sparse(&map("1\n-1\n4\n"), 9, 516)),
+            ("too big", sparse(&map("0\n"), 1 << 63, 512)),
+        ] {
+            assert!(fuzz_entries(&archive).is_err(), "{what} was taken");
+        }
+    }
+
+    #[test]
+    fn any_time_the_kernel_has_is_kept() {
+        for mtime_s in [i64::MIN, i64::MIN + 1, -1, 0, i64::MAX] {
+            for mtime_ns in [0, 1, 999_999_999] {
+                let meta = Meta { mtime_s, mtime_ns, ..Meta::default() };
+                let list = vec![(b"f".to_vec(), Kind::Fifo, meta, vec![])];
+                assert_eq!(read_all(&write_all(&list)), list);
+            }
+        }
+    }
+
+    #[test]
+    fn a_deleted_name_may_be_as_long_as_names_are() {
+        for len in [251, 252, 255] {
+            let list = vec![(vec![b'n'; len], Kind::Whiteout, Meta::default(), vec![])];
+            assert_eq!(read_all(&write_all(&list)), list);
+        }
+        let file = write_all(&[(vec![b'n'; 256], Kind::Fifo, Meta::default(), vec![])]);
+        assert!(fuzz_entries(&file).is_err(), "no file has such a name");
+    }
+
+    #[test]
     fn sizes_and_owners_beyond_ustar_are_kept() {
         let meta = Meta { uid: u32::MAX, gid: 3_000_000, ..Meta::default() };
         let mut writer = Writer::new(Vec::new());
@@ -235,6 +362,9 @@ mod tests {
         for (what, archive) in [
             ("absolute", header(b'0', b"/etc/passwd", b"", 0)),
             ("climbing", header(b'0', b"a/../../x", b"", 0)),
+            ("a link to a whiteout", header(b'1', b"a", b".wh.b", 0)),
+            ("below a whiteout", header(b'0', b".wh.d/f", b"", 0)),
+            ("a whiteout that is a directory", header(b'5', b".wh.d", b"", 0)),
             ("climbing link", header(b'1', b"a", b"../../etc/passwd", 0)),
             ("absolute link", header(b'1', b"a", b"/etc/passwd", 0)),
             ("whiteout device", header(b'3', b"dev", b"", 0)),
@@ -250,6 +380,9 @@ mod tests {
             ("records at the end", header(b'x', b"p", b"", 0)),
             ("overlay mark", record("SCHILY.xattr.trusted.overlay.redirect=/etc")),
             ("user overlay mark", record("SCHILY.xattr.user.overlay.opaque=y")),
+            ("overlay mark set apart", record("OVERFENCE.xattr.trusted.overlay.opaque=y")),
+            ("plain attribute set apart", record("OVERFENCE.xattr.user.note=y")),
+            ("true path of a plain name", record("OVERFENCE.path=.wh.f")),
             ("climbing record", record("path=../abc")),
             ("absolute record", record("path=/etc/")),
             ("record length", pax(b"99999999999999999999 path=a\n")),

@@ -2,11 +2,15 @@
 
 use std::io::{self, Read};
 
-use super::super::changes::is_overlay_mark;
+use super::super::changes::{is_foreign_mark, is_overlay_mark};
 use super::super::{At as _, Error, Result, path_of};
-use super::{BLOCK, Kind, MAX_NAME, MAX_PATH, MAX_RECORDS, Meta, XATTR};
+use super::names::{Meaning, inside, restored};
+use super::{
+    BLOCK, Kind, MAX_NAME, MAX_RECORDS, MAX_RUNS, Meta, OWN_XATTR, Run, TRUE_LINK, TRUE_PATH, XATTR,
+};
 
-/// One entry, its path without leading `./` and trailing slash; empty for the top directory.
+/// One entry, its path without leading `./` and trailing slash; empty for the top directory. Of a
+/// whiteout it is the path that was deleted, of an opaque marker the directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::upper) struct Entry {
     pub(in crate::upper) path: Vec<u8>,
@@ -21,6 +25,8 @@ pub(in crate::upper) struct Entries<R> {
     left: u64,
     /// Bytes that fill up its last block.
     padding: u64,
+    /// Where the current file's bytes belong.
+    runs: Vec<Run>,
 }
 
 /// What extended headers said about the next entry.
@@ -34,14 +40,31 @@ struct Extended {
     gid: Option<u32>,
     mtime: Option<(i64, u32)>,
     xattrs: super::Xattrs,
+    true_path: Option<Vec<u8>>,
+    true_link: Option<Vec<u8>>,
+    sparse: Sparse,
+}
+
+/// What the records of GNU tar's sparse form 1.0 say.
+#[derive(Default)]
+struct Sparse {
+    form: (Option<u64>, Option<u64>),
+    name: Option<Vec<u8>>,
+    size: Option<u64>,
 }
 
 impl<R: Read> Entries<R> {
     pub(in crate::upper) fn new(input: R) -> Self {
-        Self { input, left: 0, padding: 0 }
+        Self { input, left: 0, padding: 0, runs: Vec::new() }
     }
 
-    /// The current file's bytes.
+    /// Where the bytes of [`Entries::content`] belong in the current file, in ascending order; all
+    /// else in it is zero.
+    pub(in crate::upper) fn runs(&mut self) -> Vec<Run> {
+        std::mem::take(&mut self.runs)
+    }
+
+    /// The current file's bytes, run by run.
     pub(in crate::upper) fn content(&mut self) -> Content<'_, R> {
         Content(self)
     }
@@ -83,13 +106,13 @@ impl<R: Read> Entries<R> {
         size: u64,
         extended: Extended,
     ) -> Result<Entry> {
-        let name = extended.path.unwrap_or(name);
+        let name = extended.sparse.name.or(extended.path).unwrap_or(name);
         let refuse = |why: &str| Error::hostile(&name, why);
         let link = extended
             .link
             .unwrap_or_else(|| header.link_name_bytes().unwrap_or_default().into_owned());
         let size = extended.size.unwrap_or(size);
-        let path = inside(&name)?;
+        let archived = inside(&name)?;
         let device = || -> Option<(u32, u32)> {
             Some((header.device_major().ok()??, header.device_minor().ok()??))
         };
@@ -102,7 +125,10 @@ impl<R: Read> Entries<R> {
                 if target.is_empty() {
                     return Err(refuse("it links to the top directory"));
                 }
-                Kind::HardLink { target }
+                if Meaning::of(&target)? != Meaning::Plain {
+                    return Err(refuse("it links to a whiteout"));
+                }
+                Kind::HardLink { target: restored(target, extended.true_link.as_deref())? }
             }
             b'2' if link.is_empty() || link.len() >= 4096 || link.contains(&0) => {
                 return Err(refuse("a symlink's target has 1 to 4095 bytes and no NUL"));
@@ -121,7 +147,7 @@ impl<R: Read> Entries<R> {
             b'6' => Kind::Fifo,
             _ => return Err(refuse("a layer has no entries of this type")),
         };
-        if path.is_empty() && kind != Kind::Directory {
+        if archived.is_empty() && kind != Kind::Directory {
             return Err(refuse("only a directory can be the top"));
         }
         // Some writers give a size with hard links; no bytes follow one.
@@ -152,7 +178,53 @@ impl<R: Read> Entries<R> {
         };
         self.left = if has_content { size } else { 0 };
         self.padding = self.left.wrapping_neg() % BLOCK as u64;
+        self.runs = if self.left > 0 { vec![Run { at: 0, len: size }] } else { vec![] };
+        let mut kind = kind;
+        match (extended.sparse.form, extended.sparse.size, &mut kind) {
+            ((None, None), None, _) => {}
+            ((Some(1), Some(0)), Some(real), Kind::File { size }) => {
+                *size = real;
+                self.sparse_map(real, &name)?;
+            }
+            _ => return Err(refuse("a sparse form is used that layers do not have")),
+        }
+        let (archived, kind) = match Meaning::of(&archived)? {
+            Meaning::Plain => (archived, kind),
+            _ if !has_content => return Err(refuse("a whiteout is an empty file")),
+            Meaning::Whiteout(gone) => (gone, Kind::Whiteout),
+            Meaning::Opaque(dir) => (dir, Kind::Opaque),
+        };
+        let path = restored(archived, extended.true_path.as_deref())?;
         Ok(Entry { path, kind, meta })
+    }
+
+    /// Reads the map that a sparse file's bytes begin with: decimal lines, filled up to a block.
+    fn sparse_map(&mut self, real: u64, name: &[u8]) -> Result<()> {
+        let refuse = |why: &str| Error::hostile(name, format!("in its sparse map, {why}"));
+        let mut lines = MapLines { block: [0; BLOCK], at: BLOCK };
+        let count = lines.number(self, name)?;
+        if count > MAX_RUNS as u64 {
+            return Err(refuse("there are too many runs"));
+        }
+        let mut runs = Vec::new();
+        let (mut end, mut bytes) = (0_u64, 0_u64);
+        for _ in 0..count {
+            let run = Run { at: lines.number(self, name)?, len: lines.number(self, name)? };
+            let after = run.at.checked_add(run.len).filter(|after| *after <= real);
+            if run.at < end || after.is_none() {
+                return Err(refuse("the runs overlap or go beyond the file's end"));
+            }
+            end = after.unwrap_or(end);
+            bytes += run.len;
+            if run.len > 0 {
+                runs.push(run);
+            }
+        }
+        if bytes != self.left || i64::try_from(real).is_err() {
+            return Err(refuse("the sizes do not add up"));
+        }
+        self.runs = runs;
+        Ok(())
     }
 
     /// Reads and checks one header; `None` at the end of the archive.
@@ -202,8 +274,7 @@ impl<R: Read> Entries<R> {
     /// number of entries.
     pub(in crate::upper) fn check_all(&mut self) -> Result<u64> {
         let mut count = 0;
-        while let Some(entry) = self.next_entry()? {
-            super::super::unpack::Member::of(&entry)?;
+        while self.next_entry()?.is_some() {
             count += 1;
         }
         Ok(count)
@@ -260,27 +331,32 @@ fn until_nul(bytes: &[u8]) -> &[u8] {
     bytes.split(|b| *b == 0).next().unwrap_or(bytes)
 }
 
-/// Checks a path of an archive and drops `.` components and the trailing slash.
-fn inside(raw: &[u8]) -> Result<Vec<u8>> {
-    let refuse = |why: &str| Err(Error::hostile(raw, why));
-    if raw.is_empty() || raw.len() > MAX_PATH {
-        return refuse("a path has 1 byte to 64 KiB");
+/// The lines of a sparse map, read a block at a time.
+struct MapLines {
+    block: [u8; BLOCK],
+    at: usize,
+}
+
+impl MapLines {
+    fn number<R: Read>(&mut self, from: &mut Entries<R>, name: &[u8]) -> Result<u64> {
+        let mut digits = Vec::new();
+        loop {
+            if self.at == BLOCK {
+                from.content().read_exact(&mut self.block).at("read", path_of(b"the archive"))?;
+                self.at = 0;
+            }
+            let byte = self.block[self.at];
+            self.at += 1;
+            if byte == b'\n' {
+                let wrong = || Error::hostile(name, "in its sparse map, a number is wrong");
+                return number(&digits).ok_or_else(wrong);
+            }
+            digits.push(byte);
+            if digits.len() > 20 {
+                return Err(Error::hostile(name, "in its sparse map, a number is too long"));
+            }
+        }
     }
-    if raw.starts_with(b"/") {
-        return refuse("its path is absolute");
-    }
-    if raw.contains(&0) {
-        return refuse("its path contains NUL");
-    }
-    let parts: Vec<&[u8]> =
-        raw.split(|b| *b == b'/').filter(|part| !part.is_empty() && part != b".").collect();
-    if parts.contains(&&b".."[..]) {
-        return refuse("its path climbs with `..`");
-    }
-    if parts.iter().any(|part| part.len() > MAX_NAME) {
-        return refuse("a name in its path is longer than 255 bytes");
-    }
-    Ok(parts.join(&b'/'))
 }
 
 fn parse_records(mut body: &[u8], into: &mut Extended) -> Result<()> {
@@ -307,10 +383,24 @@ fn parse_records(mut body: &[u8], into: &mut Extended) -> Result<()> {
             b"uid" => into.uid = Some(number(value).ok_or_else(bad)?),
             b"gid" => into.gid = Some(number(value).ok_or_else(bad)?),
             b"mtime" => into.mtime = Some(parse_time(value).ok_or_else(bad)?),
+            b"GNU.sparse.major" => into.sparse.form.0 = Some(number(value).ok_or_else(bad)?),
+            b"GNU.sparse.minor" => into.sparse.form.1 = Some(number(value).ok_or_else(bad)?),
+            b"GNU.sparse.realsize" => into.sparse.size = Some(number(value).ok_or_else(bad)?),
+            b"GNU.sparse.name" => into.sparse.name = Some(value.to_vec()),
             _ if key.starts_with(b"GNU.sparse.") => {
                 return Err(refuse("a sparse form is used that layers do not have"));
             }
+            _ if key == TRUE_PATH => into.true_path = Some(value.to_vec()),
+            _ if key == TRUE_LINK => into.true_link = Some(value.to_vec()),
             _ => {
+                if let Some(name) = key.strip_prefix(OWN_XATTR) {
+                    let name = decode_name(name);
+                    if !is_foreign_mark(&name) || name.len() > MAX_NAME || name.contains(&0) {
+                        return Err(refuse("an attribute is set apart without need"));
+                    }
+                    into.xattrs.insert(name, value.to_vec());
+                    continue;
+                }
                 let Some(name) = key.strip_prefix(XATTR) else { continue };
                 let name = decode_name(name);
                 if name.is_empty() || name.len() > MAX_NAME || name.contains(&0) {
@@ -340,7 +430,7 @@ fn parse_time(text: &[u8]) -> Option<(i64, u32)> {
         None => (false, text),
     };
     let mut parts = text.splitn(2, |b| *b == b'.');
-    let whole: i64 = number(parts.next()?)?;
+    let whole: i128 = number(parts.next()?)?;
     let mut nanos = 0u32;
     let fraction = parts.next().unwrap_or_default();
     if !fraction.iter().all(u8::is_ascii_digit) {
@@ -349,11 +439,12 @@ fn parse_time(text: &[u8]) -> Option<(i64, u32)> {
     for place in 0..9 {
         nanos = nanos * 10 + fraction.get(place).map_or(0, |d| u32::from(d - b'0'));
     }
-    Some(match (negative, nanos) {
+    let (whole, nanos) = match (negative, nanos) {
         (false, _) => (whole, nanos),
         (true, 0) => (-whole, 0),
         (true, _) => (-whole - 1, 1_000_000_000 - nanos),
-    })
+    };
+    Some((i64::try_from(whole).ok()?, nanos))
 }
 
 fn decode_name(name: &[u8]) -> Vec<u8> {

@@ -5,7 +5,9 @@ use std::io::{self, Write};
 
 use tar::EntryType;
 
-use super::{BLOCK, Kind, Meta, XATTR};
+use super::super::changes::is_foreign_mark;
+use super::names::{OPAQUE, WHITEOUT, escaped, prefixed};
+use super::{BLOCK, Kind, Meta, OWN_XATTR, Run, TRUE_LINK, TRUE_PATH, XATTR};
 
 /// The name every PAX header carries; readers do not use it.
 const PAX_NAME: &[u8] = b"PaxHeaders/overfence";
@@ -32,18 +34,69 @@ impl<W: Write> Writer<W> {
         kind: &Kind,
         meta: &Meta,
     ) -> io::Result<()> {
+        self.described(path, kind, meta, BTreeMap::new())
+    }
+
+    /// Writes the header of a file of which only these runs follow, in ascending order; the rest
+    /// are zeros. GNU tar's sparse form 1.0, which the other readers of layers know.
+    pub(in crate::upper) fn sparse(
+        &mut self,
+        path: &[u8],
+        size: u64,
+        runs: &[Run],
+        meta: &Meta,
+    ) -> io::Result<()> {
+        // A hole at the end is told by an empty run.
+        let tail = runs.last().is_none_or(|last| last.at + last.len < size);
+        let tail = tail.then_some(Run { at: size, len: 0 });
+        let mut map = format!("{}\n", runs.len() + usize::from(tail.is_some()));
+        for run in runs.iter().chain(&tail) {
+            map.push_str(&format!("{}\n{}\n", run.at, run.len));
+        }
+        let mut map = map.into_bytes();
+        map.resize(map.len().next_multiple_of(BLOCK), 0);
+        let stored = map.len() as u64 + runs.iter().map(|run| run.len).sum::<u64>();
+        let record = |key: &str, value: Vec<u8>| (key.as_bytes().to_vec(), value);
+        let records = BTreeMap::from([
+            record("GNU.sparse.major", b"1".to_vec()),
+            record("GNU.sparse.minor", b"0".to_vec()),
+            record("GNU.sparse.name", escaped(path).into_owned()),
+            record("GNU.sparse.realsize", size.to_string().into_bytes()),
+        ]);
+        self.described(path, &Kind::File { size: stored }, meta, records)?;
+        self.write_all(&map)
+    }
+
+    fn described(
+        &mut self,
+        path: &[u8],
+        kind: &Kind,
+        meta: &Meta,
+        mut records: BTreeMap<Vec<u8>, Vec<u8>>,
+    ) -> io::Result<()> {
         let mut header = tar::Header::new_ustar();
-        let mut records = BTreeMap::<Vec<u8>, Vec<u8>>::new();
-        let mut record = |key: &str, value: Vec<u8>| {
+        // A reader that does not know the form is not to take what is stored for the file.
+        let sparse = !records.is_empty();
+        let mut record = |key: &[u8], value: Vec<u8>| {
             records.insert(key.into(), value);
         };
 
-        let mut path = path.to_vec();
+        let archived = escaped(path);
+        if *archived != *path {
+            record(TRUE_PATH, path.to_vec());
+        }
+        let mut path = match kind {
+            Kind::Whiteout => prefixed(&archived, WHITEOUT),
+            Kind::Opaque => [&archived, &b"/"[..], OPAQUE].concat(),
+            Kind::File { .. } if sparse => prefixed(&archived, b"GNUSparseFile.0/"),
+            _ => archived.into_owned(),
+        };
         if path.is_empty() {
             path.extend(b"./");
         } else if *kind == Kind::Directory {
             path.push(b'/');
         }
+        let target;
         let (mut size, mut link, mut device) = (0, &b""[..], (0, 0));
         header.set_entry_type(match kind {
             Kind::Directory => EntryType::Directory,
@@ -51,14 +104,19 @@ impl<W: Write> Writer<W> {
                 size = *bytes;
                 EntryType::Regular
             }
-            Kind::HardLink { target } => {
-                link = target;
+            Kind::HardLink { target: file } => {
+                target = escaped(file);
+                if *target != **file {
+                    record(TRUE_LINK, file.clone());
+                }
+                link = &target;
                 EntryType::Link
             }
             Kind::Symlink { target } => {
                 link = target;
                 EntryType::Symlink
             }
+            Kind::Whiteout | Kind::Opaque => EntryType::Regular,
             Kind::Fifo => EntryType::Fifo,
             Kind::CharDevice { major, minor } => {
                 device = (*major, *minor);
@@ -70,9 +128,10 @@ impl<W: Write> Writer<W> {
             }
         });
         if let Some(ustar) = header.as_ustar_mut() {
-            for (field, key, value) in
-                [(&mut ustar.name, "path", &path[..]), (&mut ustar.linkname, "linkpath", link)]
-            {
+            for (field, key, value) in [
+                (&mut ustar.name, &b"path"[..], &path[..]),
+                (&mut ustar.linkname, b"linkpath", link),
+            ] {
                 let fits = value.len().min(field.len());
                 field[..fits].copy_from_slice(&value[..fits]);
                 if value.len() > field.len() {
@@ -80,20 +139,21 @@ impl<W: Write> Writer<W> {
                 }
             }
         }
-        for (id, key) in [(meta.uid, "uid"), (meta.gid, "gid")] {
+        for (id, key) in [(meta.uid, &b"uid"[..]), (meta.gid, b"gid")] {
             if id > MAX_OWNER {
                 record(key, id.to_string().into_bytes());
             }
         }
         if size > MAX_SIZE {
-            record("size", size.to_string().into_bytes());
+            record(b"size", size.to_string().into_bytes());
         }
         let plain_mtime = u64::try_from(meta.mtime_s).ok().filter(|s| *s <= MAX_SIZE);
         if meta.mtime_ns != 0 || plain_mtime.is_none() {
-            record("mtime", decimal_time(meta.mtime_s, meta.mtime_ns).into_bytes());
+            record(b"mtime", decimal_time(meta.mtime_s, meta.mtime_ns).into_bytes());
         }
         for (name, value) in &meta.xattrs {
-            records.insert([XATTR, &encode_name(name)].concat(), value.clone());
+            let key = if is_foreign_mark(name) { OWN_XATTR } else { XATTR };
+            records.insert([key, &encode_name(name)].concat(), value.clone());
         }
 
         header.set_mode(meta.mode);

@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 #
 # ${XDG_CACHE_HOME:-/var/cache}/overfence-vm/
+#   lock                     held while an image is looked up or made
 #   apt/                     private lists of packages: the host's own apt is not touched
 #   rootfs-<digest>.tar      a minimal Debian of the host's release
 #   <digest>/vmlinux         an uncompressed kernel, disk.img, the root file system with its modules,
@@ -51,6 +52,9 @@ kernel_packages() {
 
 prepare_image() {
     local codename sources packages versions digest
+    # One at a time: apt's lists, and what two runs would both make.
+    exec 9>"$cache/lock"
+    flock 9
     codename=$(. /etc/os-release && printf '%s' "${VERSION_CODENAME:-}")
     [ -n "$codename" ] || die "/etc/os-release names no release of Debian"
     uri=$(debian_uri "$codename")
@@ -75,7 +79,8 @@ prepare_image() {
     fi
     touch "$image" "$image/version"
     # What nobody used for a month was made of older packages.
-    find "$cache" -mindepth 1 -maxdepth 1 ! -name apt ! -name 'run.*' -mtime +30 -exec rm -rf {} +
+    find "$cache" -mindepth 1 -maxdepth 1 ! -name apt ! -name lock ! -name 'run.*' -mtime +30 -exec rm -rf {} +
+    exec 9>&-
 }
 
 digest_of() { sha256sum | cut -c1-20; }

@@ -2,9 +2,8 @@
 # shellcheck shell=bash
 
 # The disks, in the guest's order: a copy of the root, what is to be run, and the root as it was, for
-# tests that boot a host of their own on it. A guest
-# whose power is cut loses its own cache; what it wrote survives in the host's. Not cache=writeback: 7.3
-# takes QEMU 7.2's answer to its forced writes for a medium error.
+# tests that boot a host of their own on it. A guest whose power is cut loses its own cache; what it
+# wrote survives in the host's. Not cache=unsafe: QEMU 7.2 then fails the forced writes of 7.3.
 disk_arguments() {
     printf '%s\n' \
         -drive "if=none,id=root,format=raw,file=$work/disk.img,cache=writeback" \

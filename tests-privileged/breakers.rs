@@ -18,7 +18,7 @@ use overfence::upper::{Error, Result};
 use rustix::fs::{CWD, RenameFlags, XattrFlags};
 
 use crate::agent_process::{self, has, id_of, path_of};
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, paced, paced_ttl};
 use crate::rig::{self, ROOT};
 
 pub fn tests() -> Vec<Test> {
@@ -417,7 +417,7 @@ fn no_session(place: &Place) {
 fn no_runtime(place: &Place) {
     let mut host = agent_process::Host::new(place, "a");
     assert!(host.start(None), "{}", host.log());
-    let (short, long) = (host.open("short", "3s"), host.open("long", "60s"));
+    let (short, long) = (host.open("short", &paced_ttl(3)), host.open("long", "60s"));
     let cgroup = |opened: &serde_json::Value| path_of(&opened["session"], "cgroup");
     let frozen = |opened: &serde_json::Value| {
         fs::read_to_string(cgroup(opened).join("cgroup.freeze")).unwrap().trim() == "1"
@@ -429,7 +429,7 @@ fn no_runtime(place: &Place) {
     assert_eq!(host.run(&["status"]).status.code(), Some(6));
     let begun = Instant::now();
     while !frozen(&short) {
-        assert!(begun.elapsed() < Duration::from_secs(6), "not frozen: {}", host.log());
+        assert!(begun.elapsed() < paced(Duration::from_secs(6)), "not frozen: {}", host.log());
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(!frozen(&long), "its lease is good");

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::agent_process::{Host, has, id_of, path_of};
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
     vec![
@@ -61,7 +61,7 @@ fn free(at: &Path) -> u64 {
 fn wait(what: &str, limit: u64, mut fits: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !fits() {
-        assert!(begun.elapsed() < Duration::from_secs(limit), "in vain: {what}");
+        assert!(begun.elapsed() < paced(Duration::from_secs(limit)), "in vain: {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -78,7 +78,7 @@ fn story(place: &Place, mount: impl FnOnce(&Path)) {
     assert_eq!(space(&host)["reserve"], 8 << 20, "{}", host.log());
 
     let greedy = host.open("greedy", "10m");
-    let lost = id_of(&host.open("lost", "3s"));
+    let lost = id_of(&host.open("lost", &paced_ttl(3)));
     let lasting = id_of(&host.open("lasting", "10m"));
     let mut child = filler(&greedy);
     wait("the disk is full", 60, || free(&state) < 64 << 10);

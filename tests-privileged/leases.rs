@@ -282,11 +282,12 @@ fn no_descriptors_left(place: &Place) {
 fn exec_holds(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
+    let (ttl, lasts) = (paced_ttl(1), paced_ttl(3));
     let opened = host
-        .must(&["session", "open", "-w", "w", "--create", "--ttl", "1s", "--holder", "process"]);
+        .must(&["session", "open", "-w", "w", "--create", "--ttl", &ttl, "--holder", "process"]);
     let id = id_of(&opened);
-    let mut exec = cli(&host, &["session", "exec", &id, "--", "sleep", "3"]).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(2500));
+    let mut exec = cli(&host, &["session", "exec", &id, "--", "sleep", &lasts]).spawn().unwrap();
+    std::thread::sleep(paced(Duration::from_millis(2500)));
     assert_eq!(host.must(&["session", "inspect", &id])["state"], "ACTIVE");
     assert_eq!(exec.wait().unwrap().code(), Some(0));
     let view = host.until(&id, |v| has(v, "read-only"));

@@ -42,6 +42,11 @@ struct Skip {
 }
 
 #[derive(Deserialize)]
+struct Doctor {
+    features: Vec<Answer>,
+}
+
+#[derive(Deserialize)]
 struct Answer {
     feature: String,
     ok: bool,
@@ -83,11 +88,11 @@ impl Needs {
             serde::de::value::StrDeserializer::<serde::de::value::Error>::new(kind),
         )
         .unwrap_or_else(|e| panic!("{HOST}: {e}"));
-        let answers: Vec<Answer> = serde_json::from_str(doctor).expect("doctor's JSON");
+        let doctor: Doctor = serde_json::from_str(doctor).expect("doctor's JSON");
         let skips: Skips = toml::from_str(skips).unwrap_or_else(|e| panic!("skips.toml: {e}"));
         Self {
             kind,
-            answers: answers.into_iter().map(|a| (a.feature, (a.ok, a.detail))).collect(),
+            answers: doctor.features.into_iter().map(|a| (a.feature, (a.ok, a.detail))).collect(),
             skips: skips.skip,
         }
     }
@@ -147,11 +152,11 @@ impl Needs {
 
 /// The rule itself, on made-up answers.
 pub fn the_rule_holds() {
-    let doctor = r#"[
+    let doctor = r#"{ "features": [
         { "feature": "there", "ok": true, "detail": "" },
         { "feature": "missing", "ok": false, "detail": "ENOSYS" },
         { "feature": "idmapped-layers", "ok": true, "detail": "" }
-    ]"#;
+    ] }"#;
     let skips = r#"
         [[skip]]
         host = "container"

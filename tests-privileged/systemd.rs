@@ -10,7 +10,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use crate::agent_process::{has, id_of};
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, paced, paced_ttl};
 use machine::{Machine, drop_in, install};
 
 const AGENT: &str = "overfence-agent.service";
@@ -74,7 +74,10 @@ fn run(machine: &Machine, workspace: &str, ttl: &str, script: &str) -> (Child, S
         if let Some(session) = found.filter(|s| s["state"] == "ACTIVE") {
             return (child, session["id"].as_str().unwrap().to_owned());
         }
-        assert!(begun.elapsed() < Duration::from_secs(10), "no session of {workspace}: {all:#}");
+        assert!(
+            begun.elapsed() < paced(Duration::from_secs(10)),
+            "no session of {workspace}: {all:#}"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -82,7 +85,7 @@ fn run(machine: &Machine, workspace: &str, ttl: &str, script: &str) -> (Child, S
 impl Three {
     fn open(machine: &Machine) -> Self {
         // A lease that lasts less than the test: it has to be renewed across all of it.
-        let (client, running) = run(machine, "running", "4s", POLITE);
+        let (client, running) = run(machine, "running", &paced_ttl(4), POLITE);
         let (held, frozen) = run(machine, "frozen", "60s", WRITES);
         let log_of = |id: &str| machine.state.join("sessions").join(id).join("upper/log");
         let log = log_of(&running);
@@ -132,7 +135,7 @@ impl Three {
 fn grows(path: &Path) -> bool {
     let size = || fs::metadata(path).map(|m| m.len()).unwrap_or(0);
     let (before, begun) = (size(), Instant::now());
-    while begun.elapsed() < Duration::from_secs(2) {
+    while begun.elapsed() < paced(Duration::from_secs(2)) {
         if size() > before {
             return true;
         }
@@ -213,10 +216,11 @@ fn starts(place: &Place) {
 /// The agent dies at the last moment before READY: by then every stale session has the wish.
 fn ready_after_freeze(place: &Place) {
     let machine = Machine::boot(place);
-    let runs: Vec<_> = (0..4).map(|n| run(&machine, &format!("w{n}"), "2s", WRITES)).collect();
+    let runs: Vec<_> =
+        (0..4).map(|n| run(&machine, &format!("w{n}"), &paced_ttl(2), WRITES)).collect();
     let good = open(&machine, "good", "10m");
     machine.must(&["systemctl", "stop", "overfence.socket", AGENT, KEEPER]);
-    std::thread::sleep(Duration::from_secs(2));
+    std::thread::sleep(paced(Duration::from_secs(2)));
     for (_, id) in &runs {
         assert_eq!(freeze_of(&machine, id), "0", "nobody is there to freeze it");
     }
@@ -331,7 +335,7 @@ fn stopped(place: &Place) {
     machine.must(&["systemctl", "stop", "overfence.socket", AGENT]);
     let begun = Instant::now();
     while freeze_of(&machine, &three.running) != "1" {
-        assert!(begun.elapsed() < Duration::from_secs(8), "the keeper did not freeze");
+        assert!(begun.elapsed() < paced(Duration::from_secs(8)), "the keeper did not freeze");
         std::thread::sleep(Duration::from_millis(20));
     }
     let said = machine.must(&["journalctl", "-o", "cat", "--no-pager", "-u", KEEPER]);
@@ -463,7 +467,7 @@ fn watchdog(place: &Place) {
     let log = machine.state.join("sessions").join(&id).join("upper/log");
     let pid = machine.main_pid(AGENT);
     // It is fed for longer than its limit.
-    std::thread::sleep(Duration::from_secs(4));
+    std::thread::sleep(paced(Duration::from_secs(4)));
     assert_eq!(machine.main_pid(AGENT), pid, "{}", machine.log());
     machine.must(&["systemctl", "kill", "--signal=STOP", AGENT]);
     machine.until_unit(AGENT, "MainPID", |now| now != "0" && now != pid);

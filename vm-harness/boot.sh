@@ -1,14 +1,17 @@
 # Starts the guest, shows what it says, and ends it. Read by `run`.
 # shellcheck shell=bash
 
-# The disks, in the guest's order: a copy of the root, and what is to be run. The host's cache may be
-# lost with the host, not with the guest: a guest whose power is cut loses its own cache only.
+# The disks, in the guest's order: a copy of the root, what is to be run, and the root as it was, for
+# tests that boot a host of their own on it. A guest whose power is cut loses its own cache; what it
+# wrote survives in the host's. Not cache=unsafe: QEMU 7.2 then fails the forced writes of 7.3.
 disk_arguments() {
     printf '%s\n' \
-        -drive "if=none,id=root,format=raw,file=$work/disk.img,cache=unsafe" \
+        -drive "if=none,id=root,format=raw,file=$work/disk.img,cache=writeback" \
         -device nvme,drive=root,serial=root \
         -drive "if=none,id=payload,format=raw,file=$work/payload.img,read-only=on" \
-        -device nvme,drive=payload,serial=payload
+        -device nvme,drive=payload,serial=payload \
+        -drive "if=none,id=pristine,format=raw,file=$image/disk.img,read-only=on" \
+        -device nvme,drive=pristine,serial=pristine
 }
 
 # /dev/kvm may be there and not work, or work only half (nested hosts): only a kernel that got as

@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 #
 # ${XDG_CACHE_HOME:-/var/cache}/overfence-vm/
+#   lock                     held while an image is looked up or made
 #   apt/                     private lists of packages: the host's own apt is not touched
 #   rootfs-<digest>.tar      a minimal Debian of the host's release
 #   <digest>/vmlinux         an uncompressed kernel, disk.img, the root file system with its modules,
@@ -11,7 +12,7 @@
 # A digest covers every input: the recipe, the sources, the kernel package's version.
 
 # What the suite and the units need beside `minbase`.
-readonly rootfs_packages=systemd,systemd-sysv,dbus,udev,util-linux,kmod,e2fsprogs,procps,bubblewrap,python3,sqlite3,iproute2
+readonly rootfs_packages=systemd,systemd-sysv,dbus,udev,util-linux,kmod,e2fsprogs,procps,bubblewrap,python3,sqlite3,iproute2,systemd-container
 
 # Units that a guest of some minutes would only wait for, or that would run beside its tests.
 readonly masked_units=(serial-getty@ttyS0.service getty@tty1.service systemd-random-seed.service
@@ -41,16 +42,19 @@ sources_of() {
     printf '%s\n' "$file"
 }
 
-# The names of the packages a cloud kernel is made of: the image and, from 6.17 on, its binary and
+# The names of the packages a cloud kernel is made of: the image and, on new kernels, its base, binary and
 # modules, which it depends on.
 kernel_packages() {
     private_apt "$1" apt-cache depends --recurse --no-recommends --no-suggests --no-conflicts \
         --no-breaks --no-replaces --no-enhances linux-image-cloud-amd64 |
-        grep -E '^linux-(image|binary|modules)-[0-9].*-cloud-amd64$' | sort -u
+        grep -E '^linux-(image|base|binary|modules)-[0-9].*-cloud-amd64$' | sort -u
 }
 
 prepare_image() {
     local codename sources packages versions digest
+    # One at a time: apt's lists, and what two runs would both make.
+    exec 9>"$cache/lock"
+    flock 9
     codename=$(. /etc/os-release && printf '%s' "${VERSION_CODENAME:-}")
     [ -n "$codename" ] || die "/etc/os-release names no release of Debian"
     uri=$(debian_uri "$codename")
@@ -75,7 +79,8 @@ prepare_image() {
     fi
     touch "$image" "$image/version"
     # What nobody used for a month was made of older packages.
-    find "$cache" -mindepth 1 -maxdepth 1 ! -name apt ! -name 'run.*' -mtime +30 -exec rm -rf {} +
+    find "$cache" -mindepth 1 -maxdepth 1 ! -name apt ! -name lock ! -name 'run.*' -mtime +30 -exec rm -rf {} +
+    exec 9>&-
 }
 
 digest_of() { sha256sum | cut -c1-20; }
@@ -105,18 +110,20 @@ make_rootfs() {
 }
 
 make_image() {
-    local part=$work/image root=$work/root packages deb module
+    local part=$work/image root=$work/root packages deb modules
     mkdir -p "$part" "$root" "$work/kernel" "$work/debs"
     read -r -d '' -a packages <<<"$2" || true
     (cd "$work/debs" && private_apt "$1" apt-get -qq download "${packages[@]}") >&2 || die "a kernel package could not be had"
     for deb in "$work"/debs/*.deb; do
         dpkg-deb -x "$deb" "$work/kernel"
     done
-    uncompress_kernel "$work"/kernel/boot/vmlinuz-* "$part/vmlinux"
+    # In /boot, or from 7.x on beside the modules.
+    uncompress_kernel "$(find "$work/kernel" -type f -name 'vmlinuz*' | head -n1)" "$part/vmlinux"
     tar -xf "$rootfs" -C "$root" --exclude='./dev/*'
-    module=$(find "$work/kernel" -type d -path '*lib/modules/*' -name "$kernel_version" | head -n1)
-    mkdir -p "$root/usr/lib/modules"
-    mv "$module" "$root/usr/lib/modules/"
+    mkdir -p "$root/usr/lib/modules/$kernel_version"
+    for modules in "$work"/kernel/{,usr/}lib/modules/"$kernel_version"; do
+        [ ! -d "$modules" ] || cp -a "$modules/." "$root/usr/lib/modules/$kernel_version/"
+    done
     chroot "$root" depmod "$kernel_version"
     # Sparse: what tests write is in it, and a run's copy costs only what is used.
     truncate -s 6G "$part/disk.img"

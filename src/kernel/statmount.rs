@@ -93,19 +93,17 @@ pub fn superblock(fd: BorrowedFd<'_>) -> Result<Answer> {
 fn parse(answer: &[u8]) -> Option<Answer> {
     let word = |at: usize| Some(u32::from_ne_bytes(answer.get(at..at + 4)?.try_into().ok()?));
     let mask = u64::from_ne_bytes(answer.get(MASK_AT..MASK_AT + 8)?.try_into().ok()?);
-    // A source or options that are empty are left out of the mask; without the others the kernel
-    // is too old.
-    if mask & (SB_BASIC | FS_TYPE | MNT_OPTS) != SB_BASIC | FS_TYPE | MNT_OPTS {
+    // What is missing is empty, or the kernel is too old to tell it: 6.12 tells options and no source.
+    if mask & WANTED != WANTED {
         return Some(Answer::Unknown);
     }
     let text = |at: usize| {
         let start = STRINGS.checked_add(word(at)? as usize)?;
         CStr::from_bytes_until_nul(answer.get(start..)?).ok().map(CStr::to_bytes)
     };
-    let source = if mask & SB_SOURCE == 0 { b"" } else { text(SOURCE_AT)? };
     Some(Answer::Seen(Superblock {
         fs_type: OsString::from_vec(text(TYPE_AT)?.to_vec()),
-        source: OsString::from_vec(source.to_vec()),
+        source: OsString::from_vec(text(SOURCE_AT)?.to_vec()),
         read_only: word(FLAGS_AT)? & SB_RDONLY != 0,
         options: text(OPTS_AT)?.to_vec(),
     }))

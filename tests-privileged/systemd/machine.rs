@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::mount::{MsFlags, mount};
 use serde_json::Value;
 
-use crate::host::Place;
+use crate::host::{Place, paced};
 
 const AGENT: &str = "overfence-agent.service";
 const KEEPER: &str = "overfence-keeper.service";
@@ -112,7 +112,7 @@ impl Machine {
         let begun = Instant::now();
         while !self.is_up() {
             let ended = self.nspawn.as_mut().is_none_or(|n| n.try_wait().unwrap().is_some());
-            assert!(!ended && begun.elapsed() < BOOT, "it does not boot: {}", self.log());
+            assert!(!ended && begun.elapsed() < paced(BOOT), "it does not boot: {}", self.log());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -165,14 +165,14 @@ impl Machine {
 
     /// Exit code and JSON answer of a verb.
     pub fn ask(&self, args: &[&str]) -> (i32, Value) {
-        let out = self.run(&[&["overfence", "-o", "json", "--timeout", "30s"], args].concat());
+        let out = self.run(&[&["overfence", "-o", "json", "--timeout", "120s"], args].concat());
         let answer = serde_json::from_slice(&out.stdout).unwrap_or(Value::Null);
         (out.status.code().unwrap_or(-1), answer)
     }
 
     /// The JSON answer of a verb that has to succeed.
     pub fn tell(&self, args: &[&str]) -> Value {
-        let all = [&["overfence", "-o", "json", "--timeout", "30s"], args].concat();
+        let all = [&["overfence", "-o", "json", "--timeout", "120s"], args].concat();
         serde_json::from_str(&self.must(&all)).unwrap_or(Value::Null)
     }
 
@@ -184,7 +184,11 @@ impl Machine {
             if fits(&view) {
                 return view;
             }
-            assert!(begun.elapsed() < Duration::from_secs(20), "in vain: {view:#}\n{}", self.log());
+            assert!(
+                begun.elapsed() < paced(Duration::from_secs(20)),
+                "in vain: {view:#}\n{}",
+                self.log()
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -207,7 +211,7 @@ impl Machine {
                 return value;
             }
             assert!(
-                begun.elapsed() < Duration::from_secs(30),
+                begun.elapsed() < paced(Duration::from_secs(30)),
                 "{property} of {unit} is {value:?}\n{}",
                 self.log()
             );
@@ -266,7 +270,7 @@ impl Machine {
         let events = self.cgroup.join("cgroup.events");
         let begun = Instant::now();
         while fs::read_to_string(&events).unwrap().contains("populated 1") {
-            assert!(begun.elapsed() < BOOT, "it does not die");
+            assert!(begun.elapsed() < paced(BOOT), "it does not die");
             std::thread::sleep(Duration::from_millis(2));
         }
         for controller in at_hand() {

@@ -4,15 +4,18 @@ use std::io::IsTerminal as _;
 use std::os::fd::AsFd as _;
 use std::process::ExitCode;
 
-use clap::Parser as _;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
 fn main() -> ExitCode {
-    let cli = overfence::cli::Cli::parse();
-    log();
-    overfence::cli::main(cli)
+    match overfence::cli::read(std::env::args_os()) {
+        Ok(cli) => {
+            log();
+            overfence::cli::main(cli)
+        }
+        Err(ended) => ended,
+    }
 }
 
 /// To the journal when standard error is the journal, else to standard error; `RUST_LOG` filters.

@@ -13,6 +13,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "the_story_holds_and_leaves_nothing", run: holds },
         Test { name: "keep_keeps_the_directory_and_says_where", run: keeps },
         Test { name: "an_interrupted_demo_leaves_nothing_and_fails", run: interrupted },
+        Test { name: "a_killed_demo_takes_its_agent_along_and_the_next_clears_up", run: killed },
         Test { name: "without_root_it_says_so_in_a_line", run: not_root },
     ]
 }
@@ -173,6 +174,44 @@ fn interrupted(place: &Place) {
     assert!(!out.status.success());
     assert_eq!(report["ok"], false);
     assert_eq!(report["faults"], serde_json::json!(["interrupted by SIGINT"]), "{report:#}");
+    nothing_left(pid);
+}
+
+fn killed(place: &Place) {
+    let mut child = start(place, &["-o", "json"]);
+    let pid = child.id();
+    let cgroup = own_cgroup(pid).join("sessions");
+    let begun = Instant::now();
+    while std::fs::read_dir(&cgroup).map_or(0, |d| d.flatten().filter(is_dir).count()) < 2 {
+        assert!(begun.elapsed() < Duration::from_secs(20), "no two sessions in {cgroup:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Agent, keeper and clients die with it: nobody names the directory any more but the writers
+    // in its cgroup.
+    let inside = || {
+        let below = |dir: &std::fs::DirEntry| {
+            std::fs::read_to_string(dir.path().join("cgroup.procs")).unwrap_or_default()
+        };
+        let all = std::fs::read_dir(&cgroup).unwrap().flatten().filter(is_dir);
+        all.map(|dir| below(&dir)).collect::<String>()
+    };
+    let name = format!("/overfence-demo-{pid}/");
+    let outside = || {
+        let writers = inside();
+        std::fs::read_dir("/proc").unwrap().flatten().any(|entry| {
+            let text = std::fs::read_to_string(entry.path().join("cmdline")).unwrap_or_default();
+            let pid = entry.file_name().to_string_lossy().into_owned();
+            text.contains(&name) && !writers.lines().any(|writer| writer == pid)
+        })
+    };
+    let begun = Instant::now();
+    while outside() {
+        assert!(begun.elapsed() < Duration::from_secs(5), "the agent or the keeper is left");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    holds(place);
     nothing_left(pid);
 }
 

@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use overfence::kernel::launch::{Fork, exit_now, fork};
-use overfence::workload::{self, Command, Exit, Holder, Place, exec, live_init, run};
+use overfence::workload::{self, Command, Exit, Holder, Place, Standing, exec, live_init, run};
 
 use crate::host;
 use crate::room::{Room, sh};
@@ -32,6 +32,7 @@ pub fn tests() -> Vec<host::Test> {
         a_shell_has_job_control,
         a_killed_session_is_told_from_an_answer,
         a_client_leaves_a_session_only_when_it_is_frozen_for_good,
+        a_client_of_a_stopped_session_leaves_on_a_signal_at_once,
         the_init_beats_while_its_command_runs,
         a_second_run_is_refused,
         start_time_is_small,
@@ -349,7 +350,7 @@ fn a_killed_session_is_told_from_an_answer(host: &host::Place) {
 }
 
 fn a_client_leaves_a_session_only_when_it_is_frozen_for_good(host: &host::Place) {
-    type Start = fn(&Place, &Command, &mut dyn FnMut() -> bool) -> workload::Result<Exit>;
+    type Start = fn(&Place, &Command, &mut dyn FnMut() -> Standing) -> workload::Result<Exit>;
     for (name, start) in [("a", workload::run_until as Start), ("b", workload::exec_until)] {
         let room = Room::with(host, name, overfence::workload::User::default(), false);
         let place = &room.place;
@@ -362,7 +363,7 @@ fn a_client_leaves_a_session_only_when_it_is_frozen_for_good(host: &host::Place)
                 exit_now(0);
             }
         };
-        // Frozen and asked: no (a checkpoint, say); thawed; frozen again, and now for good.
+        // Frozen and asked: no (a checkpoint, say); thawed; frozen again in doubt, then for good.
         let mut asked = 0;
         let mut lost = || {
             asked += 1;
@@ -371,7 +372,11 @@ fn a_client_leaves_a_session_only_when_it_is_frozen_for_good(host: &host::Place)
                 until("it goes on", || place.merged.join("again").exists());
                 freeze("1");
             }
-            asked > 3
+            match asked {
+                1 | 2 => Standing::Passing,
+                3 => Standing::Stopped,
+                _ => Standing::Lost,
+            }
         };
         let command = sh("echo > ready; sleep 0.2; echo > again; sleep 1000");
         assert_eq!(start(place, &command, &mut lost).unwrap(), Exit::Lost);
@@ -382,6 +387,38 @@ fn a_client_leaves_a_session_only_when_it_is_frozen_for_good(host: &host::Place)
         until("the session is empty", || !populated(place));
         freeze("0");
     }
+}
+
+fn a_client_of_a_stopped_session_leaves_on_a_signal_at_once(host: &host::Place) {
+    let room = Room::with(host, "a", overfence::workload::User::default(), false);
+    let place = &room.place;
+    let freeze = |wish: &str| std::fs::write(place.cgroup.join("cgroup.freeze"), wish).unwrap();
+    let client = nix::unistd::getpid();
+    let other = match fork().unwrap() {
+        Fork::Parent(pid) => pid,
+        Fork::Child => {
+            until("it runs", || place.merged.join("ready").exists());
+            freeze("1");
+            std::thread::sleep(Duration::from_millis(700));
+            kill(client, Signal::SIGTERM).unwrap();
+            exit_now(0);
+        }
+    };
+    let mut asked = 0;
+    let mut ask = || {
+        asked += 1;
+        Standing::Stopped
+    };
+    let command = sh("trap 'echo > told; exit 3' TERM; echo > ready; while :; do sleep 0.1; done");
+    let begun = Instant::now();
+    assert_eq!(workload::run_until(place, &command, &mut ask).unwrap(), Exit::Signal(15));
+    assert!(begun.elapsed() < Duration::from_secs(5), "it took {:?}", begun.elapsed());
+    assert!(asked >= 2, "it stayed while the session stood stopped: {asked}");
+    waitpid(other, None).unwrap();
+    assert!(populated(place) && !place.merged.join("told").exists());
+    freeze("0");
+    until("the command heard of it once it ran again", || place.merged.join("told").exists());
+    until("the session is empty", || !populated(place));
 }
 
 /// Accepts one beat within `limit`: the peer's process id.

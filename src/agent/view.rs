@@ -36,6 +36,7 @@ impl Host {
             may_publish: s.holds_lease() && s.state != State::Opening && s.doubt.is_none(),
             doubt: s.doubt.clone(),
             loss: s.loss.as_ref().map(ToString::to_string),
+            may_resume: s.may_resume(),
             facts: facts(s),
             missing: missing(s).map(|f| f.name().to_owned()),
             holders: s.holders.clone(),
@@ -115,6 +116,7 @@ impl Host {
         let s = slot.session();
         let (bytes, entries) = self.size_of(slot);
         let left = s.grace_ends().saturating_sub(s.witnessed);
+        let (next, by_itself) = next(&s);
         PreservedView {
             session: s.id.to_string(),
             workspace: s.workspace.to_string(),
@@ -125,29 +127,27 @@ impl Host {
             bytes,
             entries,
             grace_left_ms: ms(left),
-            next: next(&s, left),
+            next: next.to_owned(),
+            not_before: by_itself
+                .then(|| jiff::Timestamp::now().checked_add(left).ok())
+                .flatten()
+                .map(|at| at.to_string()),
         }
     }
 }
 
-fn next(s: &Session, left: Duration) -> String {
-    if !s.unknown.is_empty() {
-        return "kept: a publication has no known outcome".to_owned();
-    }
+/// What will happen to a stopped session's bytes, and whether that is once grace is over.
+fn next(s: &Session) -> (&'static str, bool) {
     match s.state {
-        State::Deleting => "being removed".to_owned(),
-        State::Fenced if s.on_busy() == OnBusy::Kill => "killed when kill_after is over".to_owned(),
-        _ => format!("removed after {} of witnessed time", shown_span(left)),
-    }
-}
-
-/// Hours and minutes, or seconds when short.
-fn shown_span(span: Duration) -> String {
-    let s = span.as_secs();
-    match (s / 3600, (s % 3600) / 60) {
-        (0, 0) => format!("{s} s"),
-        (0, m) => format!("{m} min"),
-        (h, m) => format!("{h} h {m} min"),
+        State::Deleting => ("being removed", false),
+        State::Quarantined => ("kept until an operator acts", false),
+        _ if !s.unknown.is_empty() => ("kept: a publication has no known outcome", false),
+        State::Fencing => ("kept until it is proved frozen", false),
+        State::Fenced if s.on_busy() == OnBusy::Kill => ("killed after kill_after", false),
+        State::Fenced => ("kept until it is read-only", false),
+        State::Opening | State::Active | State::Releasing | State::Preserved | State::Closed => {
+            ("removed", true)
+        }
     }
 }
 

@@ -71,10 +71,11 @@ impl Client {
     /// # Errors
     /// What the agent answers; `agent_unreachable`; `timed_out`.
     pub fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, Failure> {
-        self.ask(Method::GET, path, Bytes::new())
+        self.ask(Method::GET, path, Bytes::new(), None)
     }
 
-    /// Asks that something be done.
+    /// Asks that something be done: once, under a fresh key. A connection that breaks before the
+    /// answer is tried a second time with the same key.
     ///
     /// # Errors
     /// As [`Client::get`].
@@ -83,10 +84,20 @@ impl Client {
         path: &str,
         wish: &impl Serialize,
     ) -> Result<T, Failure> {
-        let body = serde_json::to_vec(wish).map_err(|fault| {
-            Failure::new(Code::Internal, format!("cannot write {path}: {fault}"))
-        })?;
-        self.ask(Method::POST, path, body.into())
+        self.ask(Method::POST, path, written(path, wish)?, Some(uuid::Uuid::now_v7().to_string()))
+    }
+
+    /// Says something that may arrive more than once: without a key, which would only crowd out
+    /// those of others.
+    ///
+    /// # Errors
+    /// As [`Client::get`].
+    pub fn tell<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        what: &impl Serialize,
+    ) -> Result<T, Failure> {
+        self.ask(Method::POST, path, written(path, what)?, None)
     }
 
     fn ask<T: DeserializeOwned>(
@@ -94,12 +105,22 @@ impl Client {
         method: Method,
         path: &str,
         body: Bytes,
+        key: Option<String>,
     ) -> Result<T, Failure> {
         let answer = self.runtime.block_on(async {
             let whole = async {
-                let response = self.send(method, path, body).await?;
-                let body = response.into_body().collect().await;
-                body.map(|body| body.to_bytes()).map_err(|fault| self.cut_off(&fault))
+                let once = || self.whole(&method, path, &body, key.as_deref());
+                match once().await {
+                    // What is asked may be done: only the same key makes asking again safe. When
+                    // nobody answers at all now, the first failure is the one that says more.
+                    Err(Broken::CutOff(first)) if key.is_some() => match once().await {
+                        Err(Broken::Failed(again)) if again.code == Code::AgentUnreachable => {
+                            Err(first)
+                        }
+                        second => second.map_err(Broken::failure),
+                    },
+                    first => first.map_err(Broken::failure),
+                }
             };
             match self.timeout {
                 None => whole.await,
@@ -134,7 +155,8 @@ impl Client {
         mut each: impl FnMut(&[u8]) -> io::Result<bool>,
     ) -> Result<(), Failure> {
         self.runtime.block_on(async {
-            let mut body = self.send(Method::GET, path, Bytes::new()).await?.into_body();
+            let sent = self.send(&Method::GET, path, &Bytes::new(), None).await;
+            let mut body = sent.map_err(Broken::failure)?.into_body();
             let mut pending = Vec::new();
             while let Some(frame) = body.frame().await {
                 let frame = frame.map_err(|fault| self.cut_off(&fault))?;
@@ -153,31 +175,51 @@ impl Client {
         })
     }
 
+    /// One request, with all of its answer.
+    async fn whole(
+        &self,
+        method: &Method,
+        path: &str,
+        body: &Bytes,
+        key: Option<&str>,
+    ) -> Result<Bytes, Broken> {
+        let response = self.send(method, path, body, key).await?;
+        let body = response.into_body().collect().await;
+        body.map(|body| body.to_bytes()).map_err(|fault| Broken::CutOff(self.cut_off(&fault)))
+    }
+
     async fn send(
         &self,
-        method: Method,
+        method: &Method,
         path: &str,
-        body: Bytes,
-    ) -> Result<Response<Incoming>, Failure> {
-        let stream = UnixStream::connect(&self.socket).await.map_err(|f| self.unreachable(&f))?;
-        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        body: &Bytes,
+        key: Option<&str>,
+    ) -> Result<Response<Incoming>, Broken> {
+        let cut_off = |fault: hyper::Error| Broken::CutOff(self.cut_off(&fault));
+        let stream = UnixStream::connect(&self.socket)
             .await
-            .map_err(|fault| self.cut_off(&fault))?;
+            .map_err(|fault| Broken::Failed(self.unreachable(&fault)))?;
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(cut_off)?;
         tokio::spawn(connection);
-        let request = Request::builder()
+        let mut request = Request::builder()
             .method(method)
             .uri(path)
             .header("host", "overfence")
-            .header("content-type", "application/json")
-            .body(Full::new(body))
-            .map_err(|fault| Failure::new(Code::BadRequest, format!("{path}: {fault}")))?;
-        let response = sender.send_request(request).await.map_err(|fault| self.cut_off(&fault))?;
+            .header("content-type", "application/json");
+        if let Some(key) = key {
+            request = request.header(super::once::HEADER, key);
+        }
+        let request = request.body(Full::new(body.clone())).map_err(|fault| {
+            Broken::Failed(Failure::new(Code::BadRequest, format!("{path}: {fault}")))
+        })?;
+        let response = sender.send_request(request).await.map_err(cut_off)?;
         if response.status().is_success() {
             return Ok(response);
         }
         let status = response.status();
-        let body = response.into_body().collect().await.map_err(|fault| self.cut_off(&fault))?;
-        Err(refusal(status, &body.to_bytes()))
+        let body = response.into_body().collect().await.map_err(cut_off)?;
+        Err(Broken::Failed(refusal(status, &body.to_bytes())))
     }
 
     fn unreachable(&self, fault: &io::Error) -> Failure {
@@ -202,6 +244,27 @@ impl Client {
     }
 }
 
+/// Why there is no answer.
+enum Broken {
+    /// The connection broke before it came.
+    CutOff(Failure),
+    /// Anything else.
+    Failed(Failure),
+}
+
+impl Broken {
+    fn failure(self) -> Failure {
+        let (Self::CutOff(failure) | Self::Failed(failure)) = self;
+        failure
+    }
+}
+
+fn written(path: &str, what: &impl Serialize) -> Result<Bytes, Failure> {
+    serde_json::to_vec(what)
+        .map(Bytes::from)
+        .map_err(|fault| Failure::new(Code::Internal, format!("cannot write {path}: {fault}")))
+}
+
 fn refusal(status: StatusCode, body: &[u8]) -> Failure {
     match serde_json::from_slice(body) {
         Ok(problem) => failure_of(problem),
@@ -209,5 +272,96 @@ fn refusal(status: StatusCode, body: &[u8]) -> Failure {
             let text = String::from_utf8_lossy(body);
             Failure::new(Code::Internal, format!("the agent answered {status}: {}", text.trim()))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// Answers as many connections as it is given answers, each after one request; an empty answer
+    /// is a connection that breaks. What the requests carried as their key.
+    fn agent(
+        answers: &'static [&'static str],
+    ) -> (tempfile::TempDir, std::thread::JoinHandle<Vec<Option<String>>>) {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(dir.path().join("s")).unwrap();
+        let served = std::thread::spawn(move || {
+            let mut keys = vec![];
+            for answer in answers {
+                let (stream, _) = listener.accept().unwrap();
+                let (mut lines, mut key, mut length) = (BufReader::new(&stream), None, 0);
+                loop {
+                    let mut line = String::new();
+                    lines.read_line(&mut line).unwrap();
+                    match line.trim().split_once(": ") {
+                        Some((name, value)) if name.eq_ignore_ascii_case("content-length") => {
+                            length = value.parse().unwrap();
+                        }
+                        Some((name, value)) if name.eq_ignore_ascii_case("idempotency-key") => {
+                            key = Some(value.to_owned());
+                        }
+                        _ => {}
+                    }
+                    if line.trim().is_empty() {
+                        break;
+                    }
+                }
+                lines.read_exact(&mut vec![0; length]).unwrap();
+                keys.push(key);
+                if !answer.is_empty() {
+                    let length = answer.len();
+                    let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n");
+                    (&stream).write_all(format!("{head}{answer}").as_bytes()).unwrap();
+                }
+            }
+            keys
+        });
+        (dir, served)
+    }
+
+    fn client(dir: &tempfile::TempDir) -> Client {
+        Client::new(&dir.path().join("s"), Some(Duration::from_secs(10))).unwrap()
+    }
+
+    #[test]
+    fn a_broken_connection_is_tried_again_with_the_same_key() {
+        let (dir, served) = agent(&["", "3", "4"]);
+        assert_eq!(client(&dir).post::<u32>("/v1/x", &serde_json::json!({})).unwrap(), 3);
+        assert_eq!(client(&dir).post::<u32>("/v1/x", &serde_json::json!({})).unwrap(), 4);
+        let keys = served.join().unwrap();
+        assert!(keys[0].is_some());
+        assert_eq!(keys[0], keys[1]);
+        assert_ne!(keys[1], keys[2], "every wish has a key of its own");
+    }
+
+    #[test]
+    fn it_is_tried_twice_and_what_has_no_key_once() {
+        let (dir, served) = agent(&["", "", "", ""]);
+        let client = client(&dir);
+        let lost = |answer: Result<u32, Failure>| {
+            let failure = answer.unwrap_err();
+            assert_eq!(failure.code, Code::AgentUnreachable);
+            assert!(failure.message.contains("ended before it answered"), "{failure}");
+        };
+        lost(client.post("/v1/x", &serde_json::json!({})));
+        lost(client.tell("/v1/beat", &serde_json::json!({})));
+        lost(client.get("/v1/status"));
+        let keys = served.join().unwrap();
+        assert_eq!(
+            keys.iter().map(Option::is_some).collect::<Vec<_>>(),
+            [true, true, false, false]
+        );
+    }
+
+    #[test]
+    fn an_agent_that_is_gone_by_then_leaves_the_first_failure() {
+        let (dir, served) = agent(&[""]);
+        let failure = client(&dir).post::<u32>("/v1/x", &serde_json::json!({})).unwrap_err();
+        served.join().unwrap();
+        assert!(failure.message.contains("ended before it answered"), "{failure}");
     }
 }

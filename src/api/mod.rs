@@ -5,6 +5,7 @@
 //! ```text
 //! server          connections: peer credentials, rights, limits, orderly end
 //!  └─ routes      one file a noun; each handler is one call of the agent's handle
+//! once            a request that carries a key is done once
 //! session_socket  the socket inside a session: a sign of life and nothing else
 //! client          the other end, for the command line
 //! ```
@@ -12,6 +13,7 @@
 //! Kept on disk: nothing but the socket itself, which [`bind`] replaces.
 
 pub mod client;
+mod once;
 mod peer;
 mod problem;
 mod routes;

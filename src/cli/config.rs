@@ -34,6 +34,15 @@ impl Which {
     }
 }
 
+/// Variables that set nothing, in words.
+pub(super) fn strange(loaded: &Loaded) -> String {
+    format!(
+        "no key is set by {} (lease.ttl is OVERFENCE_LEASE_TTL; `overfence config default` shows \
+         every key)",
+        loaded.strangers.join(", ")
+    )
+}
+
 /// A configuration that is not taken, with the system's answer.
 fn refused(fault: &config::Error) -> Failure {
     use std::error::Error as _;
@@ -47,6 +56,10 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         Verb::Default => context.print(&config::default_toml()),
         Verb::Check(which) => {
             let loaded = which.load()?;
+            if !loaded.strangers.is_empty() {
+                let message = format!("{}; correct or unset it", strange(&loaded));
+                return Err(Failure::new(Code::BadRequest, message));
+            }
             context.note(&format!("the configuration is good: policy:{}", loaded.config.digest()));
             Ok(())
         }

@@ -68,6 +68,21 @@ impl Context {
         }
     }
 
+    /// As [`Context::show`] for a list; that it is empty is said on standard error, so that nobody
+    /// waits for a table that does not come.
+    pub(super) fn list<T: Serialize>(
+        &self,
+        all: &[T],
+        what: &str,
+        table: impl FnOnce(&[T]) -> String,
+    ) -> Result<(), Failure> {
+        if all.is_empty() && !self.json() {
+            self.note(&format!("no {what}"));
+            return Ok(());
+        }
+        self.show(&all, |all| table(all))
+    }
+
     /// Writes to standard output. A reader that left (`| head`) is no failure.
     pub(super) fn print(&self, text: &str) -> Result<(), Failure> {
         let mut out = io::stdout().lock();

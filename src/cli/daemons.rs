@@ -9,7 +9,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::agent::failure::Failure;
 use crate::agent::manager;
-use crate::config::Config;
+use crate::config::{Config, Loaded};
 use crate::kernel::unit;
 use crate::model::code::Code;
 
@@ -23,8 +23,12 @@ pub struct Daemon {
 
 impl Daemon {
     fn load(&self) -> Result<Config, Failure> {
-        Config::load(self.config.as_deref())
-            .map_err(|e| Failure::new(Code::BadRequest, with_causes(&e)))
+        let loaded = Loaded::read(self.config.as_deref(), std::env::vars_os())
+            .map_err(|e| Failure::new(Code::BadRequest, with_causes(&e)))?;
+        if !loaded.strangers.is_empty() {
+            tracing::warn!("{}", super::config::strange(&loaded));
+        }
+        Ok(loaded.config)
     }
 }
 

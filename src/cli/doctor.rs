@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use serde::Serialize;
 
 use super::context::Context;
 use super::table;
@@ -31,8 +32,34 @@ pub(super) fn main(context: &Context, wish: Doctor) -> Result<u8, Failure> {
     let mut answers = doctor::ask(standing(&config.state_dir), standing(&parent));
     let (state, wanted) = (&config.state_dir, config.reserve_mib.saturating_mul(1 << 20));
     answers.push(doctor::reserve(standing(state), &state.join(reserve::NAME), wanted));
-    context.show(&answers, |answers| table(answers))?;
-    Ok(u8::from(answers.iter().any(|answer| answer.needed && !answer.ok)))
+    let report = Report::of(answers);
+    context.show(&report, table)?;
+    Ok(u8::from(!report.ok))
+}
+
+/// What the kernel answered, and what that comes to.
+#[derive(Serialize)]
+struct Report {
+    /// Whether overfence can run here.
+    ok: bool,
+    /// The same in words.
+    verdict: String,
+    /// Names of features that it cannot do without and that are not there.
+    missing: Vec<&'static str>,
+    /// Every feature.
+    features: Vec<Answer>,
+}
+
+impl Report {
+    fn of(features: Vec<Answer>) -> Self {
+        let lacks = features.iter().filter(|answer| answer.needed && !answer.ok);
+        let missing: Vec<_> = lacks.map(|answer| answer.feature).collect();
+        let verdict = match missing[..] {
+            [] => "this host can run overfence".to_owned(),
+            _ => format!("this host cannot run overfence: missing {}", missing.join(", ")),
+        };
+        Self { ok: missing.is_empty(), verdict, missing, features }
+    }
 }
 
 /// The directory itself, or what it will be made in.
@@ -40,23 +67,39 @@ fn standing(path: &Path) -> &Path {
     path.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/"))
 }
 
-fn table(answers: &[Answer]) -> String {
-    table::rows(
+fn table(report: &Report) -> String {
+    let rows = table::rows(
         ["FEATURE", "ANSWER", "DETAIL"],
-        answers.iter().map(|answer| {
+        report.features.iter().map(|answer| {
             let word = match (answer.ok, answer.needed) {
-                (true, _) => "yes",
+                (true, true) => "yes",
+                (true, false) => "yes (optional)",
                 (false, true) => "MISSING",
-                (false, false) => "no",
+                (false, false) => "no (optional)",
             };
             [answer.feature.into(), word.into(), answer.detail.clone()]
         }),
-    )
+    );
+    format!("{rows}\n{}\n", report.verdict)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_verdict_is_that_of_what_is_needed() {
+        let answer = |feature, needed, ok| Answer { feature, needed, ok, detail: "seen".into() };
+        let good = Report::of(vec![answer("a", true, true), answer("b", false, false)]);
+        assert!(good.ok && good.missing.is_empty());
+        let shown = table(&good);
+        assert!(shown.contains("b        no (optional)  seen"), "{shown}");
+        assert!(shown.ends_with("\n\nthis host can run overfence\n"), "{shown}");
+        let bad = Report::of(vec![answer("a", true, false), answer("b", true, true)]);
+        let json = serde_json::to_value(&bad).unwrap();
+        assert_eq!((&json["ok"], &json["missing"]), (&false.into(), &serde_json::json!(["a"])));
+        assert!(table(&bad).ends_with("this host cannot run overfence: missing a\n"));
+    }
 
     #[test]
     fn a_directory_to_come_is_tried_where_it_will_be() {

@@ -17,10 +17,10 @@ use crate::model::view::{FenceSession, Fenced, ReadmitSession, SessionView};
 #[derive(Debug, Args)]
 pub struct Fence {
     /// The session, by its id or a unique prefix.
-    #[arg(required_unless_present = "workspace", conflicts_with = "workspace")]
+    #[arg(required_unless_present = "workspace", conflicts_with = "workspace", value_parser = parse::name)]
     session: Option<String>,
     /// The writer of this workspace.
-    #[arg(short, long, value_name = "WS")]
+    #[arg(short, long, value_name = "WS", value_parser = parse::name)]
     workspace: Option<String>,
     /// How far to go.
     #[arg(long, value_name = "FACT")]
@@ -77,6 +77,7 @@ impl From<Busy> for OnBusy {
 #[derive(Debug, Args)]
 pub struct Readmit {
     /// The session, by its id or a unique prefix.
+    #[arg(value_parser = parse::name)]
     session: String,
     /// The person who takes the responsibility.
     #[arg(long, value_name = "NAME")]

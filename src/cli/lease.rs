@@ -16,7 +16,8 @@ use crate::model::view::{Beat, BeatAnswer, Fenced, LeaseView, RevokeLease};
 /// What can be done with leases.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// List them.
+    /// List the present lease of each workspace, or else its last one. `workspace history` shows
+    /// those before.
     List,
     /// Take one away; its writer is fenced.
     Revoke(Revoke),
@@ -28,6 +29,7 @@ pub enum Verb {
 #[derive(Debug, Args)]
 pub struct Revoke {
     /// The lease, by its id or a unique prefix.
+    #[arg(value_parser = parse::name)]
     lease: String,
     /// Why; goes into the evidence.
     #[arg(long, value_name = "TEXT", default_value = "")]
@@ -40,7 +42,7 @@ pub struct Revoke {
 #[derive(Debug, Args)]
 pub struct BeatWish {
     /// The session, by its id or a unique prefix.
-    #[arg(requires = "proof")]
+    #[arg(requires = "proof", value_parser = parse::name)]
     session: Option<String>,
     #[command(flatten)]
     token: Proof,
@@ -63,7 +65,7 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
     match verb {
         Verb::List => {
             let all: Vec<LeaseView> = context.client()?.get(&path(&["leases"]))?;
-            context.show(&all, |all| list(all))
+            context.list(&all, "leases", list)
         }
         Verb::Revoke(wish) => {
             let body =
@@ -77,9 +79,9 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
             let answer: BeatAnswer = match (&wish.session, wish.token.read()?) {
                 (Some(session), Some(token)) => {
                     let place = path(&["sessions", session, "beat"]);
-                    context.client()?.post(&place, &Beat { token })?
+                    context.client()?.tell(&place, &Beat { token })?
                 }
-                _ => context.inside()?.post("/v1/beat", &serde_json::json!({})).map_err(outside)?,
+                _ => context.inside()?.tell("/v1/beat", &serde_json::json!({})).map_err(outside)?,
             };
             context.show(&answer, |answer| {
                 table::facts([

@@ -24,6 +24,7 @@ mod session;
 mod status;
 mod table;
 mod ticket;
+mod words;
 mod workspace;
 
 use std::ffi::OsString;
@@ -31,9 +32,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
 
 use crate::agent::failure::Failure;
+use crate::model::code::Code;
 use context::Context;
 
 /// Lease-fenced overlay workspaces: stops a stale writer in the kernel, proves it, keeps its bytes.
@@ -42,7 +44,8 @@ use context::Context;
 #[command(
     after_help = "Exit codes: 0 ok, 1 failure, 2 usage, 3 not found, 4 stale or conflict, 5 denied, \
     6 agent not reachable, 7 timed out, 8 done in part. `run` and `session exec` pass the \
-    command's own code on; 125 is overfence's own failure, 126 and 127 as in a shell."
+    command's own code on; 125 is overfence's own failure (also a wrong command line), 126 and 127 \
+    as in a shell."
 )]
 pub struct Cli {
     /// What every verb takes.
@@ -54,7 +57,7 @@ pub struct Cli {
 }
 
 /// What every verb takes.
-#[derive(Debug, Args)]
+#[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Everywhere")]
 pub struct Common {
     /// The agent's socket; else as configured.
@@ -69,7 +72,8 @@ pub struct Common {
     /// How long each answer may take, for instance 10s; else as long as it takes.
     #[arg(long, global = true, value_name = "T", value_parser = parse::span)]
     pub timeout: Option<Duration>,
-    /// A table for people, or JSON alone on standard output.
+    /// A table for people, or JSON alone on standard output. `run` and `session exec`: one line of
+    /// it, after the command's own output.
     #[arg(short, long, global = true, value_name = "FORM", default_value = "table")]
     pub output: Output,
     /// Say nothing on standard error but failures.
@@ -78,9 +82,10 @@ pub struct Common {
 }
 
 /// How answers are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Output {
     /// For people.
+    #[default]
     Table,
     /// For programs; the fields are those of the API.
     Json,
@@ -143,12 +148,52 @@ pub enum Verb {
     #[command(hide = true)]
     EndSessions(daemons::Daemon),
     /// Pid 1 of a session; started by `run` and `session exec`.
-    #[command(hide = true)]
+    #[command(skip)]
     SessionInit {
         /// Numbers of descriptors.
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         fds: Vec<OsString>,
     },
+}
+
+/// The command line; or the exit code, once help, version or what is wrong with it was printed.
+///
+/// # Errors
+/// There is nothing to do.
+pub fn read(args: impl IntoIterator<Item = OsString>) -> Result<Cli, ExitCode> {
+    let args: Vec<OsString> = args.into_iter().collect();
+    parsed(&args).map_err(|fault| {
+        // A reader that left (`| head`) is no failure.
+        let _ = fault.print();
+        ExitCode::from(usage_code(&args, &fault))
+    })
+}
+
+/// The name by which bubblewrap starts pid 1 of a session. No verb: nobody is to be offered it.
+const INIT: &str = "session-init";
+
+fn parsed(args: &[OsString]) -> Result<Cli, clap::Error> {
+    match args {
+        [_, init, fds @ ..] if init == INIT => {
+            let verb = Verb::SessionInit { fds: fds.to_vec() };
+            Ok(Cli { common: Common::default(), verb })
+        }
+        _ => Cli::try_parse_from(args),
+    }
+}
+
+/// 0 after help and version. 2, but for the verbs that pass on a command's own code: there 2 is the
+/// command's.
+fn usage_code(args: &[OsString], fault: &clap::Error) -> u8 {
+    if !fault.use_stderr() {
+        return 0;
+    }
+    let known = Cli::command().ignore_errors(true).try_get_matches_from(args);
+    let verb = known.as_ref().ok().and_then(clap::ArgMatches::subcommand);
+    match verb {
+        Some(("run", _)) => run::OWN_FAILURE,
+        Some(("session", noun)) if noun.subcommand_name() == Some("exec") => run::OWN_FAILURE,
+        _ => Code::BadRequest.exit(),
+    }
 }
 
 /// Does what the command line says.

@@ -22,6 +22,14 @@ pub(super) fn ms(span: Duration) -> u64 {
     u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// A name, an id or the beginning of one: anything but nothing.
+pub(super) fn name(text: &str) -> Result<String, String> {
+    match text.trim() {
+        "" => Err("it is empty; `overfence session list` and the other lists show ids".into()),
+        _ => Ok(text.into()),
+    }
+}
+
 /// `key=value`.
 pub(super) fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
@@ -100,6 +108,12 @@ mod tests {
         assert_eq!(until_from("2026-01-02T00:00:00+02:00", now), hours(22));
         assert!(until_from("2025-12-31T00:00:00Z", now).is_err());
         assert!(until_from("tomorrow", now).is_err());
+    }
+
+    #[test]
+    fn a_name_is_not_nothing() {
+        assert_eq!(name("s-1"), Ok("s-1".into()));
+        assert!(name("").is_err() && name(" \t").is_err());
     }
 
     #[test]

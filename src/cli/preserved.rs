@@ -20,6 +20,7 @@ pub enum Verb {
     /// Give the bytes of one up: they are deleted.
     Discard {
         /// The session, by its id or a unique prefix.
+        #[arg(value_parser = parse::name)]
         session: String,
         /// Do not ask before deleting.
         #[arg(long)]
@@ -28,6 +29,7 @@ pub enum Verb {
     /// Keep one longer than the grace window.
     Keep {
         /// The session, by its id or a unique prefix.
+        #[arg(value_parser = parse::name)]
         session: String,
         /// A span such as 48h, or a time such as 2027-01-31T12:00:00Z.
         #[arg(long, value_name = "T", value_parser = parse::until)]
@@ -39,6 +41,7 @@ pub enum Verb {
 #[derive(Debug, Args)]
 pub struct Export {
     /// The session, by its id or a unique prefix.
+    #[arg(value_parser = parse::name)]
     session: String,
     /// The directory to make; else one below the configured bundles directory.
     #[arg(long, value_name = "DIR")]
@@ -57,7 +60,7 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
     match verb {
         Verb::List => {
             let all: Vec<PreservedView> = client.get(&path(&["preserved"]))?;
-            context.show(&all, |all| list(all))
+            context.list(&all, "preserved deltas", list)
         }
         Verb::Export(wish) => {
             let mut id = wish.session;
@@ -82,8 +85,8 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         Verb::Keep { session, until } => {
             let body = KeepSession { for_ms: parse::ms(until.0) };
             let place = path(&["sessions", &session, "keep"]);
-            let view: SessionView = client.post(&place, &body)?;
-            context.show(&view, session::one)
+            let view: PreservedView = client.post(&place, &body)?;
+            context.show(&view, kept)
         }
     }
 }
@@ -110,7 +113,17 @@ fn named(client: &Client, prefix: &str) -> Result<Doomed, Failure> {
 
 fn list(all: &[PreservedView]) -> String {
     table::rows(
-        ["SESSION", "WORKSPACE", "OWNER", "GENERATION", "SIZE", "FACTS", "GRACE", "NEXT", "REASON"],
+        [
+            "SESSION",
+            "WORKSPACE",
+            "OWNER",
+            "GENERATION",
+            "SIZE",
+            "FACTS",
+            "NEXT",
+            "NOT BEFORE",
+            "REASON",
+        ],
         all.iter().map(|delta| {
             [
                 delta.session.clone(),
@@ -119,12 +132,31 @@ fn list(all: &[PreservedView]) -> String {
                 delta.generation.to_string(),
                 table::bytes(delta.bytes),
                 table::or_dash(Some(table::joined(&delta.facts))),
-                table::ms(delta.grace_left_ms),
                 delta.next.clone(),
+                when(delta),
                 delta.reason.clone(),
             ]
         }),
     )
+}
+
+/// Grace left in witnessed time, and the earliest hour that comes to.
+fn when(delta: &PreservedView) -> String {
+    match &delta.not_before {
+        None => "-".into(),
+        Some(at) => format!("{} (in {})", table::minute(at), table::ms(delta.grace_left_ms)),
+    }
+}
+
+fn kept(delta: &PreservedView) -> String {
+    table::facts([
+        ("session", Some(delta.session.clone())),
+        ("workspace", Some(delta.workspace.clone())),
+        ("size", Some(format!("{} in {} entries", table::bytes(delta.bytes), delta.entries))),
+        ("grace left", Some(format!("{} of witnessed time", table::ms(delta.grace_left_ms)))),
+        ("next", Some(delta.next.clone())),
+        ("not before", Some(when(delta))),
+    ])
 }
 
 fn exported(done: &Exported) -> String {
@@ -137,4 +169,33 @@ fn exported(done: &Exported) -> String {
         ("stable", yes(done.stable)),
         ("session", Some(format!("{} ({})", done.session.id, done.session.state))),
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_will_happen_and_when_is_shown() {
+        let mut delta = PreservedView {
+            session: "s-1".into(),
+            workspace: "w".into(),
+            owner: "a".into(),
+            generation: 1,
+            reason: "r".into(),
+            facts: vec![],
+            bytes: 3,
+            entries: 1,
+            grace_left_ms: 172_800_000,
+            next: "removed".into(),
+            not_before: Some("2027-01-31T12:00:30.123Z".into()),
+        };
+        let shown = kept(&delta);
+        assert!(shown.contains("grace left  2d of witnessed time\n"), "{shown}");
+        assert!(shown.contains("not before  2027-01-31 12:00Z (in 2d)\n"), "{shown}");
+        let row = list(std::slice::from_ref(&delta));
+        assert!(row.contains("removed  2027-01-31 12:00Z (in 2d)  r"), "{row}");
+        delta.not_before = None;
+        assert!(list(&[delta]).contains("removed  -           r"));
+    }
 }

@@ -5,16 +5,18 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use serde::Serialize;
 
 use super::context::Context;
 use super::session::{Holder, Terms, get, lost, open, whereabouts};
-use super::table;
+use super::{parse, table};
 use crate::agent::failure::Failure;
 use crate::api::client::{Client, path};
 use crate::model::code::Code;
+use crate::model::head::Digest;
 use crate::model::session::CloseMode;
 use crate::model::view::{CloseSession, SessionView};
-use crate::workload::{self, Command, Exit, Place};
+use crate::workload::{self, Command, Exit, Place, Standing};
 
 /// The exit code for a failure of overfence's own, as opposed to the command's.
 pub(super) const OWN_FAILURE: u8 = 125;
@@ -50,6 +52,7 @@ enum OnExit {
 #[derive(Debug, Args)]
 pub struct Exec {
     /// The session, by its id or a unique prefix.
+    #[arg(value_parser = parse::name)]
     session: String,
     /// The command; else a shell.
     #[arg(last = true, value_name = "CMD")]
@@ -76,8 +79,12 @@ pub(super) fn run(context: &Context, wish: Run) -> Result<u8, Failure> {
         })
     });
     match ended {
-        Ok(code) => close(context, &client, &session.id, mode(wish.on_exit, code)).map(|()| code),
-        Err(failure) if failure.code == Code::LeaseLost => Err(failure),
+        Ok(code) => {
+            let closed = close(context, &client, &session.id, mode(wish.on_exit, code))?;
+            result(context, &Ended::of(&closed, code))?;
+            Ok(code)
+        }
+        Err(failure) if matches!(failure.code, Code::LeaseLost | Code::Doubt) => Err(failure),
         Err(failure) => {
             // Nothing ran, so that nothing is lost with it; a refusal leaves the session to its
             // lease, and the failure that matters is the first.
@@ -91,13 +98,64 @@ pub(super) fn run(context: &Context, wish: Run) -> Result<u8, Failure> {
     }
 }
 
+/// What `-o json` says of a command that ran, on one line after all that the command said.
+#[derive(Serialize)]
+struct Ended {
+    session: String,
+    workspace: String,
+    generation: u64,
+    exit_code: u8,
+    /// `published`, `unchanged`, `kept` or `discarded`; absent for `session exec`.
+    outcome: Option<&'static str>,
+    /// What the session saw committed last.
+    version: u64,
+    head: Vec<Digest>,
+}
+
+impl Ended {
+    fn in_session(view: &SessionView, exit_code: u8) -> Self {
+        Self {
+            session: view.id.clone(),
+            workspace: view.workspace.clone(),
+            generation: view.generation,
+            exit_code,
+            outcome: None,
+            version: view.expected.version.0,
+            head: view.expected.head.0.clone(),
+        }
+    }
+
+    fn of((mode, view): &(CloseMode, SessionView), exit_code: u8) -> Self {
+        let outcome = match (mode, view.loss.is_some()) {
+            (_, true) => "kept",
+            (CloseMode::Checkpoint, _) if view.expected != view.base => "published",
+            (CloseMode::Discard, _) => "discarded",
+            (CloseMode::Checkpoint | CloseMode::Keep, _) => "unchanged",
+        };
+        Self { outcome: Some(outcome), ..Self::in_session(view, exit_code) }
+    }
+}
+
+fn result(context: &Context, ended: &Ended) -> Result<(), Failure> {
+    if !context.json() {
+        return Ok(());
+    }
+    let text = serde_json::to_string(ended)
+        .map_err(|fault| Failure::new(Code::Internal, format!("cannot write it: {fault}")))?;
+    context.print(&format!("{text}\n"))
+}
+
 /// Runs a command in an open session; answers its code.
 pub(super) fn exec(context: &Context, wish: Exec) -> Result<u8, Failure> {
     only_root("session exec")?;
     let client = context.client()?;
-    let session = get(&client, &wish.session)?.id;
-    let place = permit(&client, &session)?;
-    place_in(&client, &session, |lost| workload::exec_until(&place, &command(wish.command), lost))
+    let view = get(&client, &wish.session)?;
+    let place = permit(&client, &view.id)?;
+    let code = place_in(&client, &view.id, |ask| {
+        workload::exec_until(&place, &command(wish.command), ask)
+    })?;
+    result(context, &Ended::in_session(&view, code))?;
+    Ok(code)
 }
 
 fn only_root(verb: &str) -> Result<(), Failure> {
@@ -112,16 +170,26 @@ fn permit(client: &Client, session: &str) -> Result<Place, Failure> {
     client.post(&path(&["sessions", session, "exec"]), &serde_json::json!({}))
 }
 
-/// Runs `run` with a question that it asks whenever the session stands frozen: is the lease lost?
-/// An agent that does not answer just then is not a loss.
+/// What a frozen session is to its client. An agent that does not answer just then is not a loss,
+/// and neither is a session that comes back by policy.
+fn standing(view: Option<&SessionView>) -> Standing {
+    match view {
+        None => Standing::Stopped,
+        Some(view) if view.loss.is_none() => Standing::Passing,
+        Some(view) if view.may_resume => Standing::Stopped,
+        Some(_) => Standing::Lost,
+    }
+}
+
+/// Runs `run` with a question that it asks whenever the session stands frozen: is that for good?
 fn place_in(
     client: &Client,
     session: &str,
-    run: impl FnOnce(&mut dyn FnMut() -> bool) -> workload::Result<Exit>,
+    run: impl FnOnce(&mut dyn FnMut() -> Standing) -> workload::Result<Exit>,
 ) -> Result<u8, Failure> {
     // Signals to the command wait while the question is asked.
     let brief = client.within(Duration::from_secs(2))?;
-    let mut ask = || get(&brief, session).is_ok_and(|view| view.loss.is_some());
+    let mut ask = || standing(get(&brief, session).ok().as_ref());
     let exit = run(&mut ask).map_err(|fault| unplaced(&fault))?;
     match get(client, session).map(|view| lost(&view)) {
         Ok(Some(failure)) => Err(failure),
@@ -154,7 +222,12 @@ fn mode(wish: Option<OnExit>, code: u8) -> CloseMode {
     }
 }
 
-fn close(context: &Context, client: &Client, id: &str, mode: CloseMode) -> Result<(), Failure> {
+fn close(
+    context: &Context,
+    client: &Client,
+    id: &str,
+    mode: CloseMode,
+) -> Result<(CloseMode, SessionView), Failure> {
     let place = path(&["sessions", id, "close"]);
     let closed: SessionView = match client.post(&place, &CloseSession { mode: Some(mode) }) {
         Ok(closed) => closed,
@@ -179,7 +252,7 @@ fn close(context: &Context, client: &Client, id: &str, mode: CloseMode) -> Resul
     let facts = table::joined(closed.facts.iter().map(|fact| fact.fact));
     let facts = if facts.is_empty() { facts } else { format!(" ({facts})") };
     context.note(&format!("overfence: session {id} closed, {word}{facts}"));
-    Ok(())
+    Ok((mode, closed))
 }
 
 #[cfg(test)]

@@ -30,6 +30,7 @@ pub enum Verb {
     /// Show one: state, lease, proved facts, who holds a fence up.
     Inspect {
         /// Its id, or a unique prefix.
+        #[arg(value_parser = parse::name)]
         session: String,
     },
     /// Run a command in an open session (root).
@@ -37,6 +38,7 @@ pub enum Verb {
     /// Capture what it wrote and publish it.
     Checkpoint {
         /// Its id, or a unique prefix.
+        #[arg(value_parser = parse::name)]
         session: String,
     },
     /// End it. With uncommitted bytes it wants to know what becomes of them.
@@ -47,7 +49,7 @@ pub enum Verb {
 #[derive(Debug, Args)]
 pub(super) struct Terms {
     /// The workspace to write.
-    #[arg(short, long, value_name = "WS")]
+    #[arg(short, long, value_name = "WS", value_parser = parse::name)]
     pub(super) workspace: String,
     /// Create the workspace first if there is none.
     #[arg(long)]
@@ -122,6 +124,7 @@ pub struct Open {
 #[derive(Debug, Args)]
 pub struct Close {
     /// Its id, or a unique prefix.
+    #[arg(value_parser = parse::name)]
     session: String,
     /// Publish the uncommitted bytes first.
     #[arg(long, conflicts_with_all = ["keep", "discard"])]
@@ -145,7 +148,7 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         Verb::List { selector } => {
             let mut all: Vec<SessionView> = client.get(&path(&["sessions"]))?;
             all.retain(|session| parse::selected(&session.labels, &selector));
-            context.show(&all, |all| list(all))
+            context.list(&all, "sessions", list)
         }
         Verb::Inspect { session } => context.show(&get(&client, &session)?, one),
         Verb::Exec(wish) => run::exec(context, wish).map(drop),
@@ -199,7 +202,21 @@ pub(super) fn open(client: &Client, terms: Terms, holder: Holder) -> Result<Open
         grace_ms: None,
         labels,
     };
-    client.post(&path(&["sessions"]), &wish)
+    let workspace = wish.workspace.clone();
+    client.post(&path(&["sessions"]), &wish).map_err(|failure| held(&workspace, failure))
+}
+
+/// A workspace that somebody else writes: who, and what can be done.
+fn held(workspace: &str, failure: Failure) -> Failure {
+    let (Code::LeaseHeld, Some(now)) = (failure.code, &failure.current) else { return failure };
+    let session = now.session.map_or_else(|| "unknown".into(), |session| session.to_string());
+    let owner = now.owner.as_ref().map_or("nobody", |owner| owner.as_str());
+    let message = format!(
+        "session {session} of {owner} writes {workspace} (generation {}); wait until it is \
+         closed, or stop it with `overfence fence -w {workspace}`, or take over with --force",
+        now.generation
+    );
+    Failure { message, ..failure }
 }
 
 fn close(context: &Context, client: &Client, wish: &Close) -> Result<SessionView, Failure> {
@@ -245,6 +262,10 @@ pub(super) fn lost(view: &SessionView) -> Option<Failure> {
     );
     if let Some(missing) = &view.missing {
         message.push_str(&format!(". Not proved yet: {missing}"));
+    }
+    if view.may_resume {
+        message.push_str(". It comes back by itself unless somebody takes the workspace");
+        return Some(Failure::new(Code::Doubt, message));
     }
     Some(Failure::new(Code::LeaseLost, message))
 }
@@ -351,4 +372,36 @@ fn checkpointed(done: &Checkpointed) -> String {
         ("key", Some(done.key.clone())),
         ("frozen for", Some(table::ms(done.frozen_ms))),
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::ids::{Generation, SessionId};
+    use crate::model::workspace::Current;
+
+    #[test]
+    fn who_finds_a_workspace_held_learns_by_whom_and_what_to_do() {
+        let session = SessionId::fresh();
+        let current = Current {
+            owner: Some("ci".parse().unwrap()),
+            session: Some(session),
+            lease_state: None,
+            generation: Generation(7),
+            at: Default::default(),
+        };
+        let refused = |code| Failure {
+            current: Some(Box::new(current.clone())),
+            ..Failure::new(code, "as the agent says")
+        };
+        let said = held("notes", refused(Code::LeaseHeld)).message;
+        for part in
+            [&session.to_string(), " ci ", "generation 7", "wait", "fence -w notes", "--force"]
+        {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        assert_eq!(held("notes", refused(Code::WorkspaceHeld)).message, "as the agent says");
+        let blind = held("notes", Failure::new(Code::LeaseHeld, "as the agent says"));
+        assert_eq!(blind.message, "as the agent says");
+    }
 }

@@ -100,6 +100,18 @@ fn ago_from(at: &str, now: Timestamp) -> String {
     }
 }
 
+/// An RFC 3339 time to the minute; what is none is shown as it is.
+pub(super) fn minute(at: &str) -> String {
+    at.parse::<Timestamp>()
+        .map_or_else(|_| at.to_owned(), |at| at.strftime("%Y-%m-%d %H:%MZ").to_string())
+}
+
+/// An RFC 3339 time to the second; what is none is shown as it is.
+pub(super) fn second(at: &str) -> String {
+    at.parse::<Timestamp>()
+        .map_or_else(|_| at.to_owned(), |at| at.strftime("%Y-%m-%d %H:%M:%SZ").to_string())
+}
+
 /// Bytes in binary units.
 pub(super) fn bytes(n: u64) -> String {
     let mut size = n;

@@ -46,6 +46,7 @@ fn the_contract_is_taken() {
         "overfence bundle verify d",
         "overfence gc --dry-run",
         "overfence evidence show --since 4 --limit 2 --session s-1",
+        "overfence evidence show --last 20",
         "overfence evidence verify",
         "overfence status --socket /s --timeout 3s --output json --quiet",
         "overfence events --follow --since 7",
@@ -55,7 +56,6 @@ fn the_contract_is_taken() {
         "overfence config show",
         "overfence completions bash",
         "overfence man session open",
-        "overfence session-init 3 4",
     ] {
         assert!(parse(line).is_ok(), "{line}: {}", parse(line).unwrap_err());
     }
@@ -82,6 +82,8 @@ fn what_makes_no_sense_is_a_usage_error() {
         "overfence lease beat --token t",
         "overfence lease beat s-1 --token t --token-file f",
         "overfence preserved keep s-1",
+        "overfence evidence show --last 3 --limit 3",
+        "overfence session inspect ",
         "overfence preserved keep s-1 --until yesterday",
         "overfence workspace list --selector team",
         "overfence status --timeout 3",
@@ -103,9 +105,49 @@ fn a_command_keeps_its_own_flags() {
 }
 
 #[test]
-fn what_is_internal_is_not_in_the_help() {
+fn what_is_internal_is_not_offered() {
+    let words = |line: &str| line.split_whitespace().map(OsString::from).collect::<Vec<_>>();
     let help = Cli::command().render_long_help().to_string();
-    assert!(!help.contains("session-init"), "{help}");
+    assert!(!help.contains(INIT), "{help}");
+    let mut script = Vec::new();
+    clap_complete::generate(
+        clap_complete::Shell::Bash,
+        &mut Cli::command(),
+        "overfence",
+        &mut script,
+    );
+    assert!(!String::from_utf8(script).unwrap().contains(INIT));
+    for line in ["overfence sesion", "overfence session-ini", "overfence session-init-x"] {
+        let fault = parsed(&words(line)).unwrap_err().to_string();
+        assert!(!fault.contains("'session-init'"), "{fault}");
+    }
+    let cli = parsed(&words("overfence session-init 3 --4")).unwrap();
+    assert!(matches!(cli.verb, Verb::SessionInit { fds } if fds == ["3", "--4"]));
+}
+
+#[test]
+fn a_wrong_command_line_is_not_the_commands_own_2() {
+    for (line, code) in [
+        ("overfence run -w w --ttl 30 -- true", 125),
+        ("overfence -o json --timeout 3s run --wrkspace w", 125),
+        ("overfence run", 125),
+        ("overfence run -w", 125),
+        ("overfence --timeout soon run -w w", 125),
+        ("overfence session exec", 125),
+        ("overfence session exec s-1 ls", 125),
+        ("overfence session open -w w -- run", 2),
+        ("overfence session close run exec", 2),
+        ("overfence fence", 2),
+        ("overfence status run", 2),
+        ("overfence", 2),
+        ("overfence rn -w w", 2),
+        ("overfence run --help", 0),
+        ("overfence --version", 0),
+    ] {
+        let args: Vec<OsString> = line.split_whitespace().map(OsString::from).collect();
+        let fault = parsed(&args).expect_err(line);
+        assert_eq!(usage_code(&args, &fault), code, "{line}: {fault}");
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::context::Context;
+use super::words::words;
 use super::{parse, table};
 use crate::agent::failure::Failure;
 use crate::api::client::path;
@@ -24,11 +25,13 @@ pub enum Verb {
     /// Show head, version, generation, lease, writer and suspects of one.
     Status {
         /// Its name.
+        #[arg(value_parser = parse::name)]
         workspace: String,
     },
     /// Show its publications, refusals and takeovers.
     History {
         /// Its name.
+        #[arg(value_parser = parse::name)]
         workspace: String,
         /// At most so many rows.
         #[arg(long, value_name = "N", default_value_t = 100)]
@@ -40,6 +43,7 @@ pub enum Verb {
 #[derive(Debug, Args)]
 pub struct Create {
     /// Its name: letters, digits and . _ - / @ +
+    #[arg(value_parser = parse::name)]
     workspace: String,
     #[command(flatten)]
     about: About,
@@ -80,7 +84,7 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         Verb::List { selector } => {
             let mut all: Vec<WorkspaceView> = client.get(&path(&["workspaces"]))?;
             all.retain(|workspace| parse::selected(&workspace.labels, &selector));
-            context.show(&all, |all| list(all))
+            context.list(&all, "workspaces", list)
         }
         Verb::Status { workspace } => {
             let view: WorkspaceView = client.get(&path(&["workspaces", &workspace]))?;
@@ -89,7 +93,7 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         Verb::History { workspace, limit } => {
             let place = path(&["workspaces", &workspace, "history"]);
             let rows: Vec<HistoryView> = client.get(&format!("{place}?limit={limit}"))?;
-            context.show(&rows, |rows| history(rows))
+            context.list(&rows, "history", history)
         }
     }
 }
@@ -146,7 +150,7 @@ fn history(rows: &[HistoryView]) -> String {
                 row.kind.clone(),
                 row.generation.to_string(),
                 table::or_dash(row.session.clone()),
-                row.detail.to_string(),
+                words(&row.kind, &row.detail),
             ]
         }),
     )

@@ -107,6 +107,26 @@ pub(super) fn of_variable(name: &str) -> Option<&'static str> {
     KEYS.iter().map(|(key, ..)| *key).find(|key| variable(key) == name)
 }
 
+/// Variables that are ours and no keys: those of the command line, of workloads and of the suites.
+const OTHERS: [&str; 7] = [
+    "OVERFENCE_CONFIG",
+    "OVERFENCE_FAILPOINTS",
+    "OVERFENCE_GENERATION",
+    "OVERFENCE_SESSION",
+    "OVERFENCE_WORKSPACE",
+    "OVERFENCE_BENCH_*",
+    "OVERFENCE_TEST_*",
+];
+
+/// Whether a variable is named as ours and is none of them.
+pub(super) fn is_strange(name: &str) -> bool {
+    let known = |other: &&str| match other.strip_suffix('*') {
+        Some(stem) => name.starts_with(stem),
+        None => name == *other,
+    };
+    name.starts_with("OVERFENCE_") && of_variable(name).is_none() && !OTHERS.iter().any(known)
+}
+
 /// Whether a key takes a number.
 pub(super) fn is_number(key: &str) -> bool {
     let example = KEYS.iter().find(|(known, ..)| *known == key).map(|(.., text)| example(text));

@@ -15,6 +15,9 @@ pub struct Loaded {
     pub config: Config,
     /// Dotted key to the file or variable that set it; keys at their default are absent.
     pub origins: BTreeMap<String, String>,
+    /// Variables named as ours that set nothing. Whoever starts an agent is told; a client in an
+    /// environment of its own is not kept from asking.
+    pub strangers: Vec<String>,
 }
 
 impl Loaded {
@@ -68,6 +71,7 @@ fn drop_ins(main: &Path) -> Result<Vec<PathBuf>, Error> {
 struct Layers {
     said: Table,
     origins: BTreeMap<String, String>,
+    strangers: Vec<String>,
 }
 
 impl Layers {
@@ -93,7 +97,12 @@ impl Layers {
     }
 
     fn variable(&mut self, variable: &str, value: &std::ffi::OsStr) -> Result<(), Error> {
-        let Some(key) = keys::of_variable(variable) else { return Ok(()) };
+        let Some(key) = keys::of_variable(variable) else {
+            if keys::is_strange(variable) {
+                self.strangers.push(variable.into());
+            }
+            return Ok(());
+        };
         let fault = |message: String| Error::Environment { variable: variable.into(), message };
         let text = value.to_str().ok_or_else(|| fault("it is not UTF-8".into()))?;
         let number = text.parse::<i64>().ok().filter(|_| keys::is_number(key));
@@ -124,7 +133,8 @@ impl Layers {
     }
 
     fn finish(self) -> Result<Loaded, Error> {
-        let Self { said, origins } = self;
+        let Self { said, origins, mut strangers } = self;
+        strangers.sort();
         let mut config: Config = said.try_into().map_err(|fault: toml::de::Error| {
             Error::Environment { variable: "OVERFENCE_*".into(), message: fault.message().into() }
         })?;
@@ -146,6 +156,6 @@ impl Layers {
             let origin = origins.get(key).map_or("default", String::as_str).to_owned();
             Error::Value { key, origin, message }
         })?;
-        Ok(Loaded { config, origins })
+        Ok(Loaded { config, origins, strangers })
     }
 }

@@ -54,7 +54,7 @@ fn the_later_word_wins_key_by_key() {
         ("conf.d/10.toml", "[lease]\nttl = \"20s\"\n[fence]\non_busy = \"kill\""),
         ("conf.d/30.toml.off", "nonsense"),
     ];
-    let Loaded { config, origins } = layered(&files, &[]).unwrap();
+    let Loaded { config, origins, .. } = layered(&files, &[]).unwrap();
     assert_eq!(config.lease.ttl, Duration::from_secs(30));
     assert_eq!(config.lease.max_lifetime, Duration::from_secs(3600));
     assert_eq!(config.policy().on_busy, OnBusy::Kill);
@@ -62,7 +62,7 @@ fn the_later_word_wins_key_by_key() {
     assert!(origins["lease.ttl"].ends_with("conf.d/20.toml"));
 
     let set = [("OVERFENCE_LEASE_TTL", "40s"), ("OVERFENCE_WORKLOAD_UID", "7"), ("HOME", "x")];
-    let Loaded { config, origins } = layered(&files, &set).unwrap();
+    let Loaded { config, origins, .. } = layered(&files, &set).unwrap();
     assert_eq!((config.lease.ttl, config.workload.uid), (Duration::from_secs(40), 7));
     assert_eq!(origins["lease.ttl"], "OVERFENCE_LEASE_TTL");
 }
@@ -95,6 +95,24 @@ fn values_that_cannot_be_are_refused_with_their_origin() {
     }
     let loopback = [("OVERFENCE_API_METRICS_LISTEN", "[::1]:9")];
     assert!(layered(&[], &loopback).unwrap().config.api.metrics_listen.is_some());
+}
+
+#[test]
+fn a_variable_that_sets_nothing_is_noticed() {
+    let environment = [
+        ("OVERFENCE_LEASE_TLL", "1m"),
+        ("OVERFENCE_LEASE_TTL", "1m"),
+        ("OVERFENCE_ABC", ""),
+        ("OVERFENCE_SOCKET", "/s"),
+        ("OVERFENCE_CONFIG", "/c"),
+        ("OVERFENCE_SESSION", "s-1"),
+        ("OVERFENCE_TEST_CHILD", "x"),
+        ("OVERFENCER", "x"),
+        ("PATH", "/bin"),
+    ];
+    let loaded = layered(&[], &environment).unwrap();
+    assert_eq!(loaded.strangers, ["OVERFENCE_ABC", "OVERFENCE_LEASE_TLL"]);
+    assert_eq!(loaded.config.lease.ttl, Duration::from_secs(60));
 }
 
 #[test]

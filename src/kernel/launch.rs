@@ -84,6 +84,22 @@ pub fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
+/// Has the process that `command` starts killed when the calling thread ends, however that happens.
+pub fn end_with_parent(command: &mut std::process::Command) {
+    use std::os::unix::process::CommandExt as _;
+    let parent = nix::unistd::getpid();
+    let bind = move || {
+        nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
+        // It may have ended before the kernel was told to watch it.
+        match nix::unistd::getppid() == parent {
+            true => Ok(()),
+            false => Err(io::Error::from_raw_os_error(libc::ESRCH)),
+        }
+    };
+    // SAFETY: the closure makes two system calls and allocates nothing: it is sound after fork.
+    unsafe { command.pre_exec(bind) };
+}
+
 /// Schedules the calling thread, and no thread or process that it starts, as SCHED_FIFO with
 /// `priority` (1 to 99).
 ///

@@ -55,6 +55,10 @@ pub fn make_cell(pin: &Path, drop_below: &Path) -> Result<OwnedFd> {
     }
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     rustix::fs::open(pin, flags, Mode::from_raw_mode(0o600)).at("make the pin", pin)?;
+    // Nor in a mount that propagates to others (EINVAL, too), as all of a host of systemd does: the
+    // pin lies on a private mount of itself.
+    rustix::mount::mount_bind(pin, pin).at("bind to itself", pin)?;
+    rustix::mount::mount_change(pin, MountPropagationFlags::PRIVATE).at("make private", pin)?;
     // A namespace can be pinned only in one with a lower id (EINVAL else), which rules out loops.
     // Newer kernels (6.18) hand out ids by CPU, in batches: a copy made later on another CPU can
     // have a lower one. On the CPU that made ours it has a higher one, so each is tried.
@@ -112,9 +116,13 @@ pub fn open_cell(pin: &Path) -> Result<Option<OwnedFd>> {
 /// Takes the pin away; the namespace lives on while something is in it.
 pub fn drop_cell(pin: &Path) -> Result<()> {
     failpoint::hit("kernel.cell-drop.before");
-    match rustix::mount::unmount(pin, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
-        Ok(()) | Err(Errno::INVAL | Errno::NOENT) => {}
-        Err(e) => return Err(e).at("unpin the cell at", pin),
+    // The namespace, and the private mount that it lies on.
+    loop {
+        match rustix::mount::unmount(pin, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
+            Ok(()) => {}
+            Err(Errno::INVAL | Errno::NOENT) => break,
+            Err(e) => return Err(e).at("unpin the cell at", pin),
+        }
     }
     failpoint::hit("kernel.cell-drop.after");
     Ok(())

@@ -53,7 +53,7 @@ codes! {
     HeadMoved "head_moved" 412 4 "The head moved on; a fenced session can come back only through a bundle.";
     WorkspaceHeld "workspace_held" 409 4 "The workspace is on HOLD until an operator repairs it.";
     WorkspaceExists "workspace_exists" 409 4 "A workspace of this name exists.";
-    KeyUsed "key_used" 409 4 "The publication key was used for other content.";
+    KeyUsed "key_used" 409 4 "The key was used for other content.";
     KeyBuried "key_buried" 409 4 "The publication key was resolved as not committed and cannot be used again.";
     PredecessorUnfenced "predecessor_unfenced" 409 4 "The former writer on this host is not proved frozen yet; wait or use --force.";
     Doubt "doubt" 409 4 "It is not known whether the lease still holds; no new work is started.";

@@ -438,6 +438,15 @@ impl Session {
         self.policy.grace.max(Duration::from_millis(self.keep_until.unwrap_or(0)))
     }
 
+    /// Whether it is yet open that this session, fenced only for doubt, comes back by policy: it may
+    /// not be proved frozen so far.
+    pub fn may_resume(&self) -> bool {
+        let early = self.state == State::Fencing && !self.facts.has(Fact::Killed);
+        let policy = self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed;
+        let doubt = matches!(self.loss, Some(Loss::Doubt { .. }));
+        policy && doubt && (early || self.readmittable().is_ok())
+    }
+
     /// Whether this session, fenced only for doubt, may come back by policy.
     pub fn resumable_by_policy(&self) -> bool {
         self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed

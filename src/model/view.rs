@@ -278,6 +278,10 @@ pub struct SessionView {
     pub doubt: Option<String>,
     /// Why its lease is lost, if it is.
     pub loss: Option<String>,
+    /// Whether it may come back by itself: it was stopped for doubt alone, and policy resumes it
+    /// unless somebody took the workspace.
+    #[serde(default)]
+    pub may_resume: bool,
     /// Proved facts, with what was asked and answered.
     pub facts: Vec<FactView>,
     /// The strongest fact that policy still wants and that is missing.
@@ -512,6 +516,9 @@ pub struct PreservedView {
     pub grace_left_ms: u64,
     /// What will happen next, in words.
     pub next: String,
+    /// Not before this (RFC 3339): witnessed time runs no faster than the wall's. Absent when
+    /// nothing happens by itself.
+    pub not_before: Option<String>,
 }
 
 /// One thing `gc` did, would do, or may not do.

@@ -15,7 +15,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd, siginfo};
 
 use super::control::{Word, hear, say};
 use super::record::Lock;
-use super::{Error, Exit, Result, io_at};
+use super::{Error, Exit, Result, Standing, io_at};
 
 /// Signals that are meant for the command when they are sent to the client.
 const PASSED_ON: [Signal; 9] = [
@@ -43,7 +43,7 @@ pub(super) struct Watch<'a> {
     signals: SignalFd,
     before: SigSet,
     events: Option<File>,
-    lost: RefCell<&'a mut dyn FnMut() -> bool>,
+    ask: RefCell<&'a mut dyn FnMut() -> Standing>,
 }
 
 /// What ended a wait.
@@ -57,8 +57,8 @@ enum Woken {
 }
 
 impl<'a> Watch<'a> {
-    /// Begins to hold signals back. `lost` is asked whenever `cgroup` stands frozen.
-    pub(super) fn begin(cgroup: &Path, lost: &'a mut dyn FnMut() -> bool) -> Result<Self> {
+    /// Begins to hold signals back. `ask` is asked whenever `cgroup` stands frozen.
+    pub(super) fn begin(cgroup: &Path, ask: &'a mut dyn FnMut() -> Standing) -> Result<Self> {
         let passed: SigSet = PASSED_ON.into_iter().collect();
         let at = || io_at("watch the signals of", "/proc/self");
         let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
@@ -66,7 +66,7 @@ impl<'a> Watch<'a> {
         let before = passed.thread_swap_mask(SigmaskHow::SIG_BLOCK).map_err(at())?;
         // Without the file nothing is seen to freeze; that the cgroup is gone shows elsewhere.
         let events = File::open(cgroup.join("cgroup.events")).ok();
-        Ok(Self { signals, before, events, lost: RefCell::new(lost) })
+        Ok(Self { signals, before, events, ask: RefCell::new(ask) })
     }
 
     /// Waits until there is something to read while nothing runs yet.
@@ -109,6 +109,10 @@ impl<'a> Watch<'a> {
             let woken = self.wait(control)?;
             while let Some(info) = self.signals.read_signal()? {
                 pass_on(control, &info, starting.is_some());
+                let ending = ENDING.iter().any(|signal| *signal as u32 == info.ssi_signo);
+                if ending && self.is_stopped() {
+                    return Ok(Exit::Signal(number(&info)));
+                }
             }
             match woken {
                 Woken::Otherwise => continue,
@@ -126,12 +130,22 @@ impl<'a> Watch<'a> {
         }
     }
 
+    fn standing(&self) -> Standing {
+        (self.ask.borrow_mut())()
+    }
+
+    /// Whether the session is stopped and not only held for a moment: nothing in it hears signals.
+    fn is_stopped(&self) -> bool {
+        let frozen = self.events.as_ref().and_then(frozen) == Some(true);
+        frozen && self.standing() != Standing::Passing
+    }
+
     /// Waits for the descriptor, a signal, or news of the cgroup.
     fn wait(&self, fd: &impl AsFd) -> io::Result<Woken> {
         // Read before the wait: a change after the read ends the wait at once.
         let frozen = self.events.as_ref().and_then(frozen);
         let patience = match frozen {
-            Some(true) if (self.lost.borrow_mut())() => return Ok(Woken::Lost),
+            Some(true) if self.standing() == Standing::Lost => return Ok(Woken::Lost),
             Some(true) => PollTimeout::from(ASK_EVERY),
             Some(false) | None => PollTimeout::NONE,
         };

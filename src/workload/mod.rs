@@ -175,6 +175,17 @@ impl Exit {
     }
 }
 
+/// How a session stands whose cgroup is frozen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Standing {
+    /// Its lease holds: the freeze passes.
+    Passing,
+    /// It is stopped and may come back, or nobody can say.
+    Stopped,
+    /// Its lease is lost, and it does not come back by itself.
+    Lost,
+}
+
 /// Why a command could not be placed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -277,21 +288,27 @@ fn io_at<E: Into<io::Error>>(
 /// # Errors
 /// Nothing was run, or (after a start) the wait itself failed.
 pub fn run(place: &Place, command: &Command) -> Result<Exit> {
-    run_until(place, command, &mut || false)
+    run_until(place, command, &mut || Standing::Passing)
 }
 
-/// As [`run`]; `lost` is asked, again and again, while the session stands frozen. When it says
-/// yes the client leaves the command as it stands: the answer is [`Exit::Lost`].
+/// As [`run`]; `ask` is asked, again and again, while the session stands frozen. When it says
+/// [`Standing::Lost`] the client leaves the command as it stands: the answer is [`Exit::Lost`]. While
+/// it says [`Standing::Stopped`], a signal that asks the client to end does so at once: the answer
+/// is that signal, and the command hears of it when it runs again.
 ///
 /// # Errors
 /// As [`run`].
-pub fn run_until(place: &Place, command: &Command, lost: &mut dyn FnMut() -> bool) -> Result<Exit> {
+pub fn run_until(
+    place: &Place,
+    command: &Command,
+    ask: &mut dyn FnMut() -> Standing,
+) -> Result<Exit> {
     check(place, command)?;
     let lock = record::Lock::take(place)?;
     if lock.init(place)?.is_some() {
         return Err(Error::Running { session: place.session });
     }
-    conduct(place, lost, lock, |lock, watch| launch::init(place, Some(command), lock, watch))
+    conduct(place, ask, lock, |lock, watch| launch::init(place, Some(command), lock, watch))
 }
 
 /// Runs `command` in the session, beside whatever runs there; starts the session's init first if
@@ -300,7 +317,7 @@ pub fn run_until(place: &Place, command: &Command, lost: &mut dyn FnMut() -> boo
 /// # Errors
 /// Nothing was run, or (after a start) the wait itself failed.
 pub fn exec(place: &Place, command: &Command) -> Result<Exit> {
-    exec_until(place, command, &mut || false)
+    exec_until(place, command, &mut || Standing::Passing)
 }
 
 /// As [`exec`], with the question of [`run_until`].
@@ -310,11 +327,11 @@ pub fn exec(place: &Place, command: &Command) -> Result<Exit> {
 pub fn exec_until(
     place: &Place,
     command: &Command,
-    lost: &mut dyn FnMut() -> bool,
+    ask: &mut dyn FnMut() -> Standing,
 ) -> Result<Exit> {
     check(place, command)?;
     let lock = record::Lock::take(place)?;
-    conduct(place, lost, lock, |lock, watch| {
+    conduct(place, ask, lock, |lock, watch| {
         let init = match lock.init(place)? {
             Some(init) => init,
             None => {
@@ -334,11 +351,11 @@ pub fn exec_until(
 /// Prepares a command, has it started, waits for it. A signal before it runs is its end.
 fn conduct(
     place: &Place,
-    lost: &mut dyn FnMut() -> bool,
+    ask: &mut dyn FnMut() -> Standing,
     lock: record::Lock,
     prepare: impl FnOnce(&record::Lock, &client::Watch) -> Result<UnixStream>,
 ) -> Result<Exit> {
-    let watch = client::Watch::begin(&place.cgroup, lost)?;
+    let watch = client::Watch::begin(&place.cgroup, ask)?;
     let ended = prepare(&lock, &watch).and_then(|control| watch.attend(&control, lock));
     match ended {
         Err(Error::Interrupted { signal, .. }) => Ok(Exit::Signal(signal)),

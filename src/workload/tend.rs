@@ -19,6 +19,9 @@ use super::beat::Beat;
 use super::control::{Word, hear, say};
 use super::record::Stat;
 
+/// How often a closing session is looked at for whether anybody is left.
+const LOOK: Duration = Duration::from_millis(20);
+
 /// What a tender does once its command has ended.
 #[derive(Debug)]
 pub(super) enum Afterwards {
@@ -44,16 +47,34 @@ pub(super) struct Tender {
 }
 
 impl Tender {
-    /// Tends until it is time to leave. Every signal must be blocked.
+    /// Tends until it is time to leave. Every signal must be blocked. SIGTERM to an init comes from
+    /// the agent: the session is closed, and everybody in it is asked to end.
     pub(super) fn tend(mut self) -> io::Result<()> {
-        let mut deaths = SigSet::empty();
-        deaths.add(Signal::SIGCHLD);
+        let is_init = !matches!(self.afterwards, Afterwards::Leave);
+        let mut signals = SigSet::empty();
+        signals.add(Signal::SIGCHLD);
+        if is_init {
+            signals.add(Signal::SIGTERM);
+        }
         let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
-        let deaths = SignalFd::with_flags(&deaths, flags)?;
+        let signals = SignalFd::with_flags(&signals, flags)?;
+        let mut closing = false;
         loop {
             // Before looking: a death after this makes the descriptor readable again.
-            while deaths.read_signal()?.is_some() {}
+            while let Some(signal) = signals.read_signal()? {
+                if signal.ssi_signo == Signal::SIGTERM as u32 {
+                    closing = true;
+                    // All of the session but its init.
+                    let _ = kill(Pid::from_raw(-1), Signal::SIGTERM);
+                }
+            }
             self.collect();
+            if closing
+                && matches!(self.afterwards, Afterwards::Stay)
+                && other_processes()?.is_empty()
+            {
+                return Ok(());
+            }
             let other = match (self.command, &self.afterwards) {
                 (None, Afterwards::Leave) => {
                     self.client.tell_end();
@@ -77,8 +98,10 @@ impl Tender {
             }
             let beat =
                 self.beat.as_ref().filter(|_| stays || self.command.is_some()).map(Beat::wait);
+            // What `exec` placed here is nobody's child in here, and dies without a word.
+            let beat = if closing { Some(beat.map_or(LOOK, |beat| beat.min(LOOK))) } else { beat };
             let fds = [
-                Some(deaths.as_fd()),
+                Some(signals.as_fd()),
                 self.client.line.as_ref().map(|c| c.as_fd()),
                 other.as_ref().map(|o| o.as_fd()),
             ];

@@ -66,6 +66,7 @@ impl Machine {
         );
         mount(Some("overlay"), &root, Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
         install(place, &root);
+        like_a_real_host(&root);
         change(&root);
         let cgroup = place.cgroup.join("machine");
         fs::create_dir(&cgroup).unwrap();
@@ -272,6 +273,10 @@ impl Machine {
             assert!(begun.elapsed() < paced(BOOT), "it does not die");
             std::thread::sleep(Duration::from_millis(2));
         }
+        for controller in at_hand() {
+            // With one enabled below, nobody could be put into it to boot again.
+            let _ = fs::write(self.cgroup.join("cgroup.subtree_control"), format!("-{controller}"));
+        }
         for below in fs::read_dir(&self.cgroup).unwrap().flatten() {
             if below.file_type().unwrap().is_dir() {
                 crate::host::remove_cgroups(&below.path()).unwrap();
@@ -337,11 +342,23 @@ pub fn install(place: &Place, root: &Path) {
     assert!(enabled.unwrap().success());
 }
 
-/// A drop-in for a unit.
+/// On a real host all mounts propagate, and some service has a mount namespace of its own that they
+/// propagate to. In a container systemd leaves out the first, and no such service is there.
+fn like_a_real_host(root: &Path) {
+    let units = root.join("etc/systemd/system");
+    let other = "[Unit]\nDefaultDependencies=no\n[Service]\nExecStartPre=/bin/mount --make-rshared /\n\
+                 ExecStart=+/usr/bin/unshare --mount --propagation slave /bin/sleep infinity\n";
+    fs::write(units.join("other-mounts.service"), other).unwrap();
+    drop_in(root, KEEPER, "[Unit]\nWants=other-mounts.service\nAfter=other-mounts.service\n");
+    drop_in(root, AGENT, "[Unit]\nWants=other-mounts.service\nAfter=other-mounts.service\n");
+}
+
+/// A drop-in for a unit, beside those that are there.
 pub fn drop_in(root: &Path, unit: &str, text: &str) {
     let dir = root.join(format!("etc/systemd/system/{unit}.d"));
     fs::create_dir_all(&dir).unwrap();
-    fs::write(dir.join("test.conf"), text).unwrap();
+    let n = fs::read_dir(&dir).unwrap().count();
+    fs::write(dir.join(format!("{n}.conf")), text).unwrap();
 }
 
 /// The controllers of [`CONTROLLERS`] that this host's cgroup v2 offers.

@@ -186,6 +186,9 @@ fn workspace_id(text: &str) -> Result<WorkspaceId, Failure> {
         .map_err(|e: crate::model::ids::InvalidId| Failure::new(Code::BadRequest, e.to_string()))
 }
 
+/// Candidates that an ambiguous id names.
+const SHOWN: usize = 8;
+
 /// The one id that starts so.
 fn unique<I: ToString + Copy>(
     prefix: &str,
@@ -198,19 +201,17 @@ fn unique<I: ToString + Copy>(
         return Err(Failure::new(Code::BadRequest, "an id is wanted, or the beginning of one"));
     }
     let full = format!("{kind}{bare}");
-    let mut found = ids.filter(|id| id.to_string().starts_with(&full));
-    match (found.next(), found.next()) {
-        (Some(id), None) => Ok(id),
-        (Some(a), Some(b)) => Err(Failure::new(
-            Code::AmbiguousId,
-            format!(
-                "{prefix:?} fits {} and {} at least; give more of it",
-                a.to_string(),
-                b.to_string()
-            ),
-        )),
-        (None, _) => {
-            Err(Failure::new(none, format!("{} Nothing starts with {full:?}.", none.meaning())))
+    let found: Vec<_> = ids.filter(|id| id.to_string().starts_with(&full)).collect();
+    match found[..] {
+        [id] => Ok(id),
+        [] => Err(Failure::new(none, format!("{} Nothing starts with {full:?}.", none.meaning()))),
+        _ => {
+            let mut names: Vec<_> = found.iter().take(SHOWN).map(I::to_string).collect();
+            if found.len() > SHOWN {
+                names.push(format!("{} more", found.len() - SHOWN));
+            }
+            let text = format!("{prefix:?} fits {}; give more of it", names.join(", "));
+            Err(Failure::new(Code::AmbiguousId, text))
         }
     }
 }
@@ -218,4 +219,24 @@ fn unique<I: ToString + Copy>(
 /// Everything that a caller decides is recorded with who the kernel says they are.
 fn actor(by: &Caller) -> String {
     by.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ambiguous_id_names_its_candidates() {
+        let ids: Vec<SessionId> = (0..10).map(|_| SessionId::fresh()).collect();
+        let ask = |prefix: &str, n: usize| {
+            unique(prefix, "s-", ids[..n].iter().copied(), Code::UnknownSession)
+        };
+        assert_eq!(ask(&ids[3].to_string(), 10).unwrap(), ids[3]);
+        let two = ask("s-0", 2).unwrap_err();
+        assert_eq!(two.code, Code::AmbiguousId);
+        assert_eq!(two.message, format!("\"s-0\" fits {}, {}; give more of it", ids[0], ids[1]));
+        assert!(ask("0", 10).unwrap_err().message.ends_with(", 2 more; give more of it"));
+        assert_eq!(ask("s-x", 10).unwrap_err().code, Code::UnknownSession);
+        assert_eq!(ask("s-", 10).unwrap_err().code, Code::BadRequest);
+    }
 }

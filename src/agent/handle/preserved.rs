@@ -138,7 +138,7 @@ impl Agent {
         by: &Caller,
         id: SessionId,
         wish: KeepSession,
-    ) -> Result<SessionView, Failure> {
+    ) -> Result<PreservedView, Failure> {
         let slot = self.slot(id)?;
         // Witnessed time runs no faster than the wall, so the delta lives at least that long.
         let until = slot.session().witnessed.saturating_add(Duration::from_millis(wish.for_ms));
@@ -149,7 +149,7 @@ impl Agent {
         if let Applied::Refused(code) = self.0.apply(&slot, event, &actor(by)) {
             return Err(denied(&slot.session(), code));
         }
-        Ok(self.session_view(&slot))
+        self.blocking(move |host| Ok(host.preserved_view(&slot))).await
     }
 
     /// What may go and what may not, and why; removes the former unless `dry_run`.

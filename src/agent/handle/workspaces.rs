@@ -62,7 +62,7 @@ impl Agent {
         .await
     }
 
-    /// The present or last lease of every workspace.
+    /// The present lease of every workspace, or else its last one.
     pub async fn leases(&self) -> Result<Vec<LeaseView>, Failure> {
         self.blocking(|host| {
             let known = host.authority.list().map_err(unavailable)?;

@@ -33,6 +33,8 @@ pub(super) struct Part {
     limit: Option<usize>,
     /// Only of this session, by a unique prefix of its id.
     session: Option<String>,
+    /// Begin with the newest so many; `since` may begin later.
+    last: Option<usize>,
 }
 
 /// Reads the evidence chain.
@@ -46,7 +48,22 @@ pub(super) async fn evidence(
         Some(prefix) => Some(agent.session_id(prefix).await?),
         None => None,
     };
-    Ok(Json(agent.evidence(part.since, part.limit.unwrap_or(PAGE), session).await?))
+    let limit = part.limit.unwrap_or(PAGE);
+    let since = match (part.last, session) {
+        (None, _) => part.since,
+        // Entries are numbered without a gap.
+        (Some(last), None) => {
+            let newest = *agent.evidence_watch().borrow();
+            part.since.max(newest.saturating_sub(u64::try_from(last).unwrap_or(u64::MAX)))
+        }
+        (Some(last), Some(_)) => {
+            let mut all = agent.evidence(part.since, usize::MAX, session).await?;
+            let mut tail = all.split_off(all.len().saturating_sub(last));
+            tail.truncate(limit);
+            return Ok(Json(tail));
+        }
+    };
+    Ok(Json(agent.evidence(since, limit, session).await?))
 }
 
 /// Checks the evidence chain against its anchors.

@@ -8,9 +8,9 @@ use super::Peer;
 use crate::agent::handle::Agent;
 use crate::model::view::{Fenced, LeaseView, RevokeLease};
 
-/// Lists the leases.
+/// Lists the present lease of each workspace, or else its last one.
 #[utoipa::path(get, path = "/v1/leases",
-    responses((status = 200, description = "All of them.", body = Vec<LeaseView>)))]
+    responses((status = 200, description = "One a workspace that ever had one.", body = Vec<LeaseView>)))]
 pub(super) async fn list(State(agent): State<Agent>) -> Result<Json<Vec<LeaseView>>, Refused> {
     Ok(Json(agent.leases().await?))
 }

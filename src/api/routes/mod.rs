@@ -15,12 +15,13 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::http::Method;
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use utoipa::OpenApi as _;
-use utoipa::openapi::path::{Operation, ParameterIn};
+use utoipa::openapi::path::{Operation, Parameter, ParameterIn};
 use utoipa::openapi::{OpenApi, Ref, RefOr, Response as Described};
+use utoipa::{OpenApi as _, PartialSchema as _};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use super::once::{self, Ledger};
 use super::peer::Rights;
 use super::problem::Refused;
 use crate::agent::failure::{Caller, Failure};
@@ -83,8 +84,26 @@ pub fn openapi() -> OpenApi {
         for operation in [&mut item.get, &mut item.post].into_iter().flatten() {
             operation.responses.responses.insert("default".into(), RefOr::T(problem()));
         }
+        if let Some(operation) = &mut item.post {
+            operation.parameters.get_or_insert_default().push(RefOr::T(key()));
+        }
     }
     document
+}
+
+fn key() -> Parameter {
+    Parameter::builder()
+        .name("Idempotency-Key")
+        .parameter_in(ParameterIn::Header)
+        .required(utoipa::openapi::Required::False)
+        .description(Some(
+            "1 to 128 visible ASCII characters. The same request with the same key from the same \
+             user is done once and gets the first answer, also while that is still to come; \
+             another request with it is refused with `key_used`. 1,024 keys are remembered, each \
+             for ten minutes after its answer, in memory: a restart of the agent forgets them.",
+        ))
+        .schema(Some(String::schema()))
+        .build()
 }
 
 fn problem() -> Described {
@@ -129,6 +148,7 @@ pub(super) fn router(agent: Agent) -> Router {
         .method_not_allowed_fallback(|request: Request| async move {
             Refused::bad(format!("{} does not take {}", request.uri().path(), request.method()))
         })
+        .layer(axum::middleware::from_fn_with_state(Ledger::default(), once::once))
         .layer(axum::middleware::from_fn(only_the_entitled))
         .with_state(agent)
 }

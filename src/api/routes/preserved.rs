@@ -49,13 +49,13 @@ pub(super) async fn discard(
 /// Keeps a preserved delta longer.
 #[utoipa::path(post, path = "/v1/sessions/{id}/keep", request_body = KeepSession,
     params(("id" = String, Path, description = "A unique prefix of its id.")),
-    responses((status = 200, description = "As it stands.", body = SessionView)))]
+    responses((status = 200, description = "How long it is kept.", body = PreservedView)))]
 pub(super) async fn keep(
     State(agent): State<Agent>,
     Extension(peer): Extension<Peer>,
     Segment(prefix): Segment<String>,
     Wish(wish): Wish<KeepSession>,
-) -> Result<Json<SessionView>, Refused> {
+) -> Result<Json<PreservedView>, Refused> {
     let id = agent.session_id(&prefix).await?;
     Ok(Json(agent.keep(&peer.caller, id, wish).await?))
 }

@@ -48,6 +48,8 @@ pub(super) fn command(binary: &Path) -> Command {
     }
     // A ^C is for the demo, which ends its children in their order.
     command.process_group(0);
+    // And where it is killed, they are, too: it can end nobody any more.
+    crate::kernel::launch::end_with_parent(&mut command);
     command
 }
 

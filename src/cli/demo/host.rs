@@ -17,13 +17,14 @@ use nix::unistd::Pid;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::ask::{Operator, command, installed};
+use super::leftover;
 use crate::agent::failure::Failure;
 use crate::kernel::{cgroup, mountinfo, overlay};
 use crate::model::code::Code;
 
 /// Where throwaway directories may be made; the first whose file system carries uppers is taken.
-const BASES: [&str; 5] = ["/var/tmp", "/tmp", "/var/lib", "/root", "/run"];
-const NAME: &str = "overfence-demo-";
+pub(super) const BASES: [&str; 5] = ["/var/tmp", "/tmp", "/var/lib", "/root", "/run"];
+pub(super) const NAME: &str = "overfence-demo-";
 const BUBBLEWRAP: &str = "/usr/bin/bwrap";
 const PAUSE: Duration = Duration::from_millis(2);
 const START: Duration = Duration::from_secs(20);
@@ -44,6 +45,10 @@ pub(super) struct Place {
     /// long to be ready (an emulated one) has a longer one.
     pub(super) ttl: Duration,
     cleared: bool,
+    /// Locked: says that the owner of the directory lives.
+    _owner: File,
+    /// What a killed demo had left, and what became of it.
+    pub(super) found: Vec<String>,
 }
 
 /// Starting a writer is given ten times as long as the agent took to be ready.
@@ -67,10 +72,22 @@ impl Place {
         own_mounts().map_err(|e| unsupported(format!("cannot make a mount namespace: {e}")))?;
         let interrupted = listen().map_err(|e| unsupported(format!("cannot watch ^C: {e}")))?;
         let cgroup = own_cgroup().map_err(unsupported)?;
-        let dir = own_dir().map_err(unsupported)?;
+        let found = leftover::clear_all(cgroup.parent().unwrap_or(Path::new("/")));
+        let (dir, owner) = own_dir().map_err(unsupported)?;
         let socket = dir.join("run/overfence.sock");
         let (staff, ttl) = (vec![], *TTL.start());
-        let place = Self { dir, cgroup, binary, socket, staff, interrupted, ttl, cleared: false };
+        let place = Self {
+            dir,
+            cgroup,
+            binary,
+            socket,
+            staff,
+            interrupted,
+            ttl,
+            cleared: false,
+            _owner: owner,
+            found,
+        };
         // From here on the place is cleared by its drop, also when this fails.
         fs::create_dir(&place.cgroup).map_err(|e| {
             unsupported(format!("cannot make the cgroup {}: {e}", place.cgroup.display()))
@@ -256,7 +273,7 @@ fn own_cgroup() -> Result<PathBuf, String> {
     Ok(root.join(own).join(format!("{NAME}{}", std::process::id())))
 }
 
-fn own_dir() -> Result<PathBuf, String> {
+fn own_dir() -> Result<(PathBuf, File), String> {
     let mut refused = vec![];
     for base in BASES {
         let dir = Path::new(base).join(format!("{NAME}{}", std::process::id()));
@@ -264,11 +281,12 @@ fn own_dir() -> Result<PathBuf, String> {
             refused.push(format!("{}: {e}", dir.display()));
             continue;
         }
-        match overlay::preflight(&dir, &[]) {
-            Ok(()) => return Ok(dir),
-            Err(why) => refused.push(why.to_string()),
+        let owned = leftover::own(&dir).map_err(|e| format!("{}: {e}", dir.display()));
+        match overlay::preflight(&dir, &[]).map_err(|e| e.to_string()).and(owned) {
+            Ok(owner) => return Ok((dir, owner)),
+            Err(why) => refused.push(why),
         }
-        let _ = fs::remove_dir(&dir);
+        let _ = fs::remove_dir_all(&dir);
     }
     Err(format!("no directory here can carry uppers: {}", refused.join("; ")))
 }
@@ -293,7 +311,7 @@ fn stop(child: &mut Child) -> Result<(), String> {
     Ok(())
 }
 
-fn clear_cgroup(cgroup: &Path) -> Result<(), String> {
+pub(super) fn clear_cgroup(cgroup: &Path) -> Result<(), String> {
     if !cgroup.exists() {
         return Ok(());
     }

@@ -6,6 +6,7 @@
 //! ```text
 //! story    the first steps, takeover the others -> ask, writer, check, files
 //! host     the place it happens in, cleared afterwards
+//! leftover what a killed demo left, removed by the next
 //! ask      the verbs, as child processes
 //! writer   a confined command that is fed line by line
 //! check    the checker on the kernel: nothing of kernel, agent, store or authority
@@ -17,6 +18,7 @@
 //!
 //! ```text
 //! /var/tmp/overfence-demo-<pid>/
+//!     owner                                     locked while the demo lives
 //!     config.toml  agent.log  keeper.log
 //!     state/  run/                              the agent's
 //! <cgroup2>/<own cgroup>/overfence-demo-<pid>/  the agent's sessions are below
@@ -26,6 +28,7 @@ mod ask;
 mod check;
 mod files;
 mod host;
+mod leftover;
 mod report;
 mod story;
 mod takeover;
@@ -50,6 +53,9 @@ pub struct Demo {
 pub(super) fn main(context: &Context, wish: &Demo) -> Result<u8, Failure> {
     let mut place = Place::make()?;
     let mut report = Report::new(context);
+    for found in &place.found {
+        context.note(&format!("overfence: {found}"));
+    }
     report.begin(&place)?;
     let told = place.start().and_then(|()| story::tell(&place, &mut report));
     if let Err(why) = told {

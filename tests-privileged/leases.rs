@@ -223,7 +223,7 @@ fn process_holder(place: &Place) {
     assert!(host.start(None));
     // A file and no pipe: the frozen command goes on holding what it inherited.
     let words = host.dir.join("run.err");
-    let ttl = paced_ttl(1);
+    let ttl = paced_ttl(2);
     let mut run = cli(&host, &["run", "-w", "w", "--create", "--ttl", &ttl, "--", "sleep", "600"])
         .stderr(std::fs::File::create(&words).unwrap())
         .spawn()
@@ -282,7 +282,7 @@ fn no_descriptors_left(place: &Place) {
 fn exec_holds(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
-    let (ttl, lasts) = (paced_ttl(1), paced_ttl(3));
+    let (ttl, lasts) = (paced_ttl(2), paced_ttl(3));
     let opened = host
         .must(&["session", "open", "-w", "w", "--create", "--ttl", &ttl, "--holder", "process"]);
     let id = id_of(&opened);

@@ -66,6 +66,8 @@ fn open(machine: &Machine, workspace: &str, ttl: &str) -> String {
 fn run(machine: &Machine, workspace: &str, ttl: &str, script: &str) -> (Child, String) {
     let argv =
         ["overfence", "run", "-w", workspace, "--create", "--ttl", ttl, "--", "sh", "-c", script];
+    // Its caller waits for it; a panic here ends the test's process and all that is below it.
+    #[allow(clippy::zombie_processes)]
     let child = machine.command(&argv).spawn().unwrap();
     let begun = Instant::now();
     loop {

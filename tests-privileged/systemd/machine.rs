@@ -273,14 +273,14 @@ impl Machine {
             assert!(begun.elapsed() < paced(BOOT), "it does not die");
             std::thread::sleep(Duration::from_millis(2));
         }
-        for controller in at_hand() {
-            // With one enabled below, nobody could be put into it to boot again.
-            let _ = fs::write(self.cgroup.join("cgroup.subtree_control"), format!("-{controller}"));
-        }
         for below in fs::read_dir(&self.cgroup).unwrap().flatten() {
             if below.file_type().unwrap().is_dir() {
                 crate::host::remove_cgroups(&below.path()).unwrap();
             }
+        }
+        for controller in at_hand() {
+            // With one enabled below, nobody could be put into it to boot again.
+            let _ = fs::write(self.cgroup.join("cgroup.subtree_control"), format!("-{controller}"));
         }
     }
 

@@ -228,7 +228,7 @@ mod tests {
         let queries = queries(&openapi());
         let of = |path: &str| queries[path].iter().map(String::as_str).collect::<Vec<_>>();
         assert_eq!(of("/v1/events"), ["follow", "since"]);
-        assert_eq!(of("/v1/evidence"), ["limit", "session", "since"]);
+        assert_eq!(of("/v1/evidence"), ["last", "limit", "session", "since"]);
         assert_eq!(of("/v1/sessions/{id}/close"), [""; 0]);
     }
 

@@ -176,6 +176,7 @@ fn clear(dir: &Path, top: &Path) -> Result<(), Failed> {
         std::thread::sleep(Duration::from_millis(2));
     }
     remove_cgroups(top)?;
+    remove_v1_namesakes(top)?;
     let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
     if let Some(line) = mounts.lines().find(|l| l.contains(&*dir.to_string_lossy())) {
         return Err(format!("a mount was left behind: {line}").into());
@@ -184,6 +185,18 @@ fn clear(dir: &Path, top: &Path) -> Result<(), Failed> {
         // Immutable files of the test's own making.
         let _ = Command::new("chattr").args(["-R", "-f", "-i", "-a"]).arg(dir).status();
         std::fs::remove_dir_all(dir)?;
+    }
+    Ok(())
+}
+
+/// On a hybrid host systemd-nspawn makes the same cgroups in version 1's hierarchies.
+fn remove_v1_namesakes(top: &Path) -> std::io::Result<()> {
+    let mounts = overfence::kernel::mountinfo::read(None).map_err(std::io::Error::other)?;
+    for hierarchy in mounts.iter().filter(|m| m.superblock.is("cgroup")) {
+        let namesake = hierarchy.point.join(top.file_name().unwrap_or_default());
+        if namesake.is_dir() {
+            remove_cgroups(&namesake)?;
+        }
     }
     Ok(())
 }

@@ -83,6 +83,9 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
             host.apply_locked(&mut inner, event, "agent");
             host.metrics.fenced_after(&inner.session, *deadline);
         }
+        if due.is_empty() {
+            continue;
+        }
         // Only once all of them stand still, and not by this thread: hundreds of workers would
         // compete with the freezes, and starting them would delay the next deadline.
         let waking = Arc::clone(host);

@@ -32,7 +32,6 @@ pub async fn run(host: Arc<Host>) {
         tick.tick().await;
         host.pulse.beat(Part::Sweep);
         ticks = ticks.wrapping_add(1);
-        host.store.reserve().refill();
         let now = clock::now();
         for slot in host.slots() {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {
@@ -56,6 +55,10 @@ pub async fn run(host: Arc<Host>) {
 }
 
 async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
+    let worker = Arc::clone(&host);
+    if let Err(fault) = tokio::task::spawn_blocking(move || worker.store.reserve().refill()).await {
+        tracing::error!("the reserve was not looked at: {fault}");
+    }
     resume_doubted(&host).await;
     if let Some(witnessed) = witnessed
         && let Err(why) = sweep(&host, witnessed, started).await

@@ -1,7 +1,7 @@
 //! overfence as systemd units, on a host that systemd-nspawn boots: what restarts, is upgraded,
 //! stopped or hangs beside the sessions, and what the sessions notice of it, which is nothing.
 
-mod machine;
+pub mod machine;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;

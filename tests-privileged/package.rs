@@ -166,10 +166,15 @@ fn purges(place: &Place) {
         machine.must(&["touch", &format!("/var/lib/overfence/sessions/{id}/merged/{id}")]);
         id
     };
-    // A layer, a bundle, and an upper without a decision.
+    // A layer, a bundle, and an upper without a decision; a bundle elsewhere.
     machine.tell(&["session", "close", &open(), "--checkpoint"]);
     let id = open();
     machine.tell(&["session", "close", &id, "--keep"]);
+    machine.tell(&["preserved", "export", &id]);
+    let conf = machine.root.join("etc/overfence/conf.d");
+    fs::create_dir(&conf).unwrap();
+    fs::write(conf.join("here.toml"), "bundles_dir = \"/var/tmp/my bundles\"\n").unwrap();
+    machine.must(&["systemctl", "restart", AGENT]);
     machine.tell(&["preserved", "export", &id]);
     fs::write(machine.state.join("notes"), "an operator's").unwrap();
     let list = || {
@@ -191,6 +196,8 @@ fn purges(place: &Place) {
         said.contains(&format!("/var/lib/overfence/sessions/{id} (uncommitted bytes")),
         "{said}"
     );
+    assert!(said.contains("/var/tmp/my bundles (the configuration named it)"), "{said}");
+    assert!(machine.run(&["ls", "/var/tmp/my bundles"]).stdout.starts_with(id.as_bytes()));
     let left = list();
     for name in &left {
         assert!(
@@ -210,10 +217,12 @@ fn purges(place: &Place) {
     ] {
         assert!(left.iter().any(|there| there == name), "{name} is gone: {left:?}");
     }
-    for name in ["reserve", "lock", "etc", "empty", "trash"] {
+    for name in ["reserve", "lock", "etc", "empty", "trash", "elsewhere"] {
         assert!(!left.iter().any(|there| there == name), "{name} is left");
     }
-    assert!(!machine.root.join("etc/overfence").exists());
+    // But for what the administrator put there.
+    let etc = machine.must(&["find", "/etc/overfence", "-type", "f"]);
+    assert_eq!(etc, "/etc/overfence/conf.d/here.toml\n");
     let unknown = machine.run(&["dpkg-query", "-W", "overfence"]);
     assert!(!unknown.status.success(), "{}", text(&unknown));
     // It was data: the same bytes, and the authority that knows of them.

@@ -39,7 +39,7 @@ build_payload() {
         tests=$(built privileged "$work/test.json")
         strip -o "$payload/privileged" "$tests"
         # The suite installs it: there is no cargo in the guest that could make one.
-        (cd "$tree" && packaging/deb.sh "$binary" "$work/deb" --fast) >&2 || die "the .deb was not made"
+        (cd "$tree" && packaging/deb.sh "$binary" "$work/deb" --fast) >/dev/null || die "the .deb was not made"
         cp "$work"/deb/overfence_*.deb "$payload/overfence.deb"
         ;;
     esac

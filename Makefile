@@ -15,11 +15,14 @@ FUZZ_SECONDS ?= 60
 TEST_THREADS ?= 2
 # The guest's: 6.1, 6.12 or newest; see vm-harness/README.md.
 KERNEL ?= 6.1
+SUITE ?= all
+# How often its power is cut.
+CUTS ?= 5
 # Property tests draw from this seed, so that a run can be repeated; give another one to draw others.
 export PROPTEST_RNG_SEED ?= 20261129
 RELEASE := $(or $(CARGO_TARGET_DIR),target)/release/overfence
 
-.PHONY: help demo test bench fuzz check fmt clippy doc named-tests deny alerts build install deb vm vm-matrix
+.PHONY: help demo test bench fuzz check fmt clippy doc named-tests deny alerts build install deb vm vm-matrix power-cut
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,12 +48,15 @@ test: ## Run all tests; without root the privileged suite is left out, loudly
 	fi
 
 vm: ## Run doctor, demo and the privileged suite in a Debian guest, KERNEL=6.1 (root)
-	vm-harness/run --kernel $(KERNEL)
+	vm-harness/run --kernel $(KERNEL) --suite $(SUITE)
 
 vm-matrix: ## The same on each kernel: 6.1, 6.12 and the newest that Debian has
 	@failed=; for kernel in 6.1 6.12 newest; do \
 		vm-harness/run --kernel $$kernel || failed="$$failed $$kernel"; \
 	done; [ -z "$$failed" ] || { echo "*** FAILED on kernel:$$failed ***"; exit 1; }
+
+power-cut: ## Cut a guest's power CUTS times (5) at work, and look what holds, KERNEL=6.1 (root)
+	vm-harness/run --kernel $(KERNEL) --power-cut $(CUTS)
 
 bench: ## Measure against bare system calls in the same run (root)
 	@packaging/setup.sh run

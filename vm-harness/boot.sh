@@ -27,9 +27,11 @@ accelerator() {
     fi
 }
 
-boot_guest() {
-    local arguments acceleration append state tail_pid
-    cp --sparse=always --reflink=auto "$image/disk.img" "$work/disk.img"
+fresh_disk() { cp --sparse=always --reflink=auto "$image/disk.img" "$work/disk.img"; }
+
+# Boots what is on the disk, whoever wrote it there; sets qemu_pid.
+start_guest() {
+    local arguments acceleration append
     mapfile -t acceleration < <(accelerator)
     mapfile -t arguments < <(disk_arguments)
     say "kernel $kernel_version, ${acceleration[1]}, at most $deadline s"
@@ -38,6 +40,9 @@ boot_guest() {
     if [ "$keep" = 1 ]; then
         append+=' overfence.keep'
     fi
+    rm -rf "$results"
+    mkdir -p "$results"
+    rm -f "$work/status" "$work/files.tar"
     : >"$results/output.log"
     qemu-system-x86_64 "${acceleration[@]}" -M pc,hpet=off,smm=off,vmport=off -m 2048 -smp 2 -display none \
         -nodefaults -no-user-config -no-reboot "${arguments[@]}" \
@@ -47,6 +52,7 @@ boot_guest() {
         -chardev "file,id=output,path=$results/output.log" -device virtserialport,chardev=output,name=output \
         -chardev "file,id=status,path=$work/status" -device virtserialport,chardev=status,name=status \
         -chardev "file,id=files,path=$work/files.tar" -device virtserialport,chardev=files,name=files \
+        -chardev "file,id=promises,path=$results/promises.log" -device virtserialport,chardev=promises,name=promises \
         -kernel "$image/vmlinux" -append "$append" </dev/null &
     qemu_pid=$!
     tail -c +1 -f -s 0.2 --pid="$qemu_pid" "$results/output.log" &
@@ -56,6 +62,11 @@ boot_guest() {
         say "  socat -,raw,echo=0,escape=0x1d UNIX-CONNECT:$work/console.sock"
         deadline=
     fi
+}
+
+# Waits for the guest's end; its answer is this function's.
+await_guest() {
+    local state
     state=$(wait_for_end)
     qemu_pid=
     wait "$tail_pid" || true

@@ -33,20 +33,29 @@ build_payload() {
         >"$work/build.json" || die "the release build failed"
     binary=$(built overfence "$work/build.json")
     strip -o "$payload/overfence" "$binary"
-    case $suite in all | privileged)
+    case $suite in all | kernel | privileged)
         (cd "$tree" && cargo test --no-run --locked --test privileged --message-format=json-render-diagnostics) \
             >"$work/test.json" || die "the privileged suite does not build"
         tests=$(built privileged "$work/test.json")
         strip -o "$payload/privileged" "$tests"
-        # The suite installs it: there is no cargo in the guest that could make one.
+        ;;
+    esac
+    # There is no cargo in the guest that could make one.
+    case $suite in all | kernel | privileged | power-cut)
         (cd "$tree" && packaging/deb.sh "$binary" "$work/deb" --fast) >/dev/null || die "the .deb was not made"
         cp "$work"/deb/overfence_*.deb "$payload/overfence.deb"
         ;;
     esac
-    cp "$here/guest/work" "$payload/"
+    cp "$here"/guest/{work,power_cut.py} "$payload/"
     printf '%s\n' "$suite" >"$payload/suite"
     # The command as one line that a shell reads back word by word.
-    printf '%q ' "${command[@]}" >"$payload/command"
+    { [ ${#command[@]} = 0 ] || printf '%q ' "${command[@]}"; } >"$payload/command"
+    pack_payload
+}
+
+# The payload as a disk.
+pack_payload() {
+    rm -f "$work/payload.img"
     truncate -s 512M "$work/payload.img"
-    mkfs.ext4 -q -F -L payload -d "$payload" -O ^has_journal "$work/payload.img"
+    mkfs.ext4 -q -F -L payload -d "$work/payload" -O ^has_journal "$work/payload.img"
 }

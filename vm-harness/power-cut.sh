@@ -40,7 +40,7 @@ cut_power() {
         moment=$((RANDOM % latest_cut))
         moment=$((moment / 10)).$((moment % 10))
     fi
-    until grep -q '"alive"' "$results/promises.log"; do
+    until grep -qs '"alive"' "$results/promises.log"; do
         # Its look was not pleased, or it never came so far: its answer says.
         if ! alive || [ $((SECONDS - begun)) -ge "$deadline" ]; then
             await_guest || return

@@ -4,8 +4,8 @@
 # One disk goes through all cuts: each life begins on what the cuts before it left. What overfence
 # acknowledged leaves the guest by a port of its own, a line each, and is here when the guest is not.
 
-# The latest moment of a cut, in tenths of a second of the guest's work.
-readonly latest_cut=250
+# A cut comes after at most so many promises: they count the guest's work, however fast it is.
+readonly latest_cut=80
 
 cut_power_often() {
     local all=$results n
@@ -35,12 +35,12 @@ cut_power_often() {
 
 # Waits until the guest is at work, and for the moment, and kills it.
 cut_power() {
-    local moment=$at begun=$SECONDS
+    local promises=1 moment=$at begun=$SECONDS
     if [ -z "$moment" ]; then
-        moment=$((RANDOM % latest_cut))
-        moment=$((moment / 10)).$((moment % 10))
+        promises=$((1 + RANDOM % latest_cut))
+        moment=0.$((RANDOM % 10))
     fi
-    until grep -qs '"alive"' "$results/promises.log"; do
+    until [ "$(promised)" -ge "$promises" ]; do
         # Its look was not pleased, or it never came so far: its answer says.
         if ! alive || [ $((SECONDS - begun)) -ge "$deadline" ]; then
             await_guest || return
@@ -48,6 +48,7 @@ cut_power() {
         fi
         sleep 0.1
     done
+    # The first one says that work began.
     sleep "$moment"
     if ! alive; then
         await_guest || return
@@ -57,8 +58,10 @@ cut_power() {
     wait "$qemu_pid" 2>/dev/null || true
     qemu_pid=
     wait "$tail_pid" || true
-    say "cut $1 of $cuts, $moment s after work began: $(wc -l <"$results/promises.log") lines promised"
+    say "cut $1 of $cuts, $moment s after promise $promises: $(promised) promised"
 }
+
+promised() { cat "$results/promises.log" 2>/dev/null | wc -l; }
 
 # A run in which nothing of a kind was promised has shown nothing about it.
 promised_enough() {

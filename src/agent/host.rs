@@ -1,7 +1,7 @@
 //! What all parts of the agent share: the configuration, the authority, the store, the sessions,
 //! and the few things of the kernel that are held once a host.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -22,7 +22,7 @@ use crate::kernel::events::CgroupEvents;
 use crate::kernel::gone::{Gone, Probe, UnmountWatch, index_probe};
 use crate::kernel::limits;
 use crate::model::facts::Proof;
-use crate::model::ids::{BootId, HostId, SessionId};
+use crate::model::ids::{BootId, HostId, SessionId, WorkspaceId};
 use crate::model::limits::Limits;
 use crate::model::session::Session;
 use crate::model::time::BootNs;
@@ -80,6 +80,8 @@ pub struct Host {
     pub(super) sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
     pub(super) state: Mutex<HostState>,
     sessions: RwLock<BTreeMap<SessionId, Arc<Slot>>>,
+    /// Those that a tick may have something to do for; a thousand others only live.
+    unsettled: Mutex<BTreeSet<SessionId>>,
     table: Mutex<Table>,
     sync: Mutex<()>,
     stopping: AtomicBool,
@@ -146,6 +148,7 @@ impl Host {
             sockets,
             state: Mutex::default(),
             sessions: RwLock::default(),
+            unsettled: Mutex::default(),
             table: Mutex::new(table),
             sync: Mutex::new(()),
             stopping: AtomicBool::new(false),
@@ -184,8 +187,33 @@ impl Host {
         self.sessions.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
+    /// The sessions of a workspace that are not closed.
+    pub fn slots_of(&self, workspace: &WorkspaceId) -> Vec<Arc<Slot>> {
+        let sessions = self.sessions.read().unwrap_or_else(PoisonError::into_inner);
+        sessions.values().filter(|slot| slot.workspace == *workspace).cloned().collect()
+    }
+
+    fn unsettled_ids(&self) -> MutexGuard<'_, BTreeSet<SessionId>> {
+        self.unsettled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The sessions that a tick may have something to do for.
+    pub fn unsettled(&self) -> Vec<Arc<Slot>> {
+        let ids = self.unsettled_ids().clone();
+        ids.into_iter().filter_map(|id| self.slot(id)).collect()
+    }
+
+    /// Keeps [`Host::unsettled`] true; to be called after each step.
+    pub fn settle(&self, session: &Session) {
+        match session.is_settled() {
+            true => self.unsettled_ids().remove(&session.id),
+            false => self.unsettled_ids().insert(session.id),
+        };
+    }
+
     /// Adds a session.
     pub fn adopt(&self, slot: &Arc<Slot>) {
+        self.settle(&slot.lock().session);
         self.sessions
             .write()
             .unwrap_or_else(PoisonError::into_inner)
@@ -195,6 +223,7 @@ impl Host {
     /// Drops a closed session.
     pub fn forget(&self, id: SessionId) {
         let known = self.sessions.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        self.unsettled_ids().remove(&id);
         if known.is_some() {
             self.shown().closed += 1;
         }

@@ -278,13 +278,9 @@ impl Host {
     fn fence_predecessors(self: &Arc<Self>, slot: &Arc<Slot>, wish: &Wish) -> Result<(), Failure> {
         let own = slot.session();
         let former: Vec<_> = self
-            .slots()
+            .slots_of(&own.workspace)
             .into_iter()
-            .filter(|other| {
-                // Not by a copy each: there can be a thousand others.
-                let other = &other.lock().session;
-                other.workspace == own.workspace && other.generation < own.generation
-            })
+            .filter(|other| other.lock().session.generation < own.generation)
             .collect();
         for other in &former {
             let loss = Loss::Superseded {

@@ -447,6 +447,19 @@ impl Session {
         policy && doubt && (early || self.readmittable().is_ok())
     }
 
+    /// Whether nothing is under way and nothing waits to be tried again: it only lives, or is over.
+    pub fn is_settled(&self) -> bool {
+        match self.state {
+            State::Fencing
+            | State::Fenced
+            | State::Preserved
+            | State::Releasing
+            | State::Deleting => false,
+            State::Active => self.work.is_none() && self.unknown.is_empty(),
+            State::Opening | State::Closed | State::Quarantined => true,
+        }
+    }
+
     /// Whether this session, fenced only for doubt, may come back by policy.
     pub fn resumable_by_policy(&self) -> bool {
         self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed

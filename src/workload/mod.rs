@@ -46,7 +46,7 @@ use serde::{Deserialize, Serialize};
 use crate::model::ids::{Generation, SessionId, WorkspaceId};
 use crate::model::time::millis;
 
-pub use beat::last_sign;
+pub use beat::Beats;
 pub use filters::Unfilterable;
 pub use init::init_main;
 pub use record::InitRecord;

@@ -314,10 +314,8 @@ impl Agent {
         wish: FenceSession,
     ) -> Result<Fenced, Failure> {
         let id = workspace_id(workspace)?;
-        let writer = self.0.slots().into_iter().find(|slot| {
-            let s = slot.session();
-            s.workspace == id && s.holds_lease()
-        });
+        let mut all = self.0.slots_of(&id).into_iter();
+        let writer = all.find(|slot| slot.lock().session.holds_lease());
         match writer {
             Some(slot) => self.fence(by, slot.id, wish).await,
             None => Err(Failure::new(

@@ -130,6 +130,24 @@ pub fn find_root() -> Result<PathBuf> {
         .ok_or(Error::V1Only)
 }
 
+/// The calling process's own cgroup, as a path below `root`, which is where [`find_root`] found the
+/// hierarchy: that can be a part of it, bound into a container.
+pub fn own(root: &Path) -> Result<PathBuf> {
+    let text = std::fs::read_to_string("/proc/self/cgroup").at("read", "/proc/self/cgroup")?;
+    let mount = mountinfo::at(mountinfo::read(None)?, root);
+    let top = mount.map_or_else(|| PathBuf::from("/"), |mount| mount.root);
+    let named = text.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
+    let below = Path::new(named).strip_prefix(&top).map_err(|_| Error::Garbled {
+        path: "/proc/self/cgroup".into(),
+        reason: format!(
+            "this process is in {named}, and {} shows {}",
+            root.display(),
+            top.display()
+        ),
+    })?;
+    Ok(root.join(below))
+}
+
 /// Makes what sealed cgroups are made in, with what it is in itself; one that is there stays.
 pub fn make_parent(path: &Path) -> Result<()> {
     std::fs::create_dir_all(path).at("make cgroup", path)

@@ -267,10 +267,8 @@ fn own_mounts() -> Result<(), String> {
 
 /// Below the cgroup the demo runs in, so that whatever bounds or ends that reaches the writers.
 fn own_cgroup() -> Result<PathBuf, String> {
-    let root = cgroup::find_root().map_err(|e| e.to_string())?;
-    let text = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
-    let own = text.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    Ok(root.join(own).join(format!("{NAME}{}", std::process::id())))
+    let own = cgroup::find_root().and_then(|root| cgroup::own(&root)).map_err(|e| e.to_string())?;
+    Ok(own.join(format!("{NAME}{}", std::process::id())))
 }
 
 fn own_dir() -> Result<(PathBuf, File), String> {

@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::kernel::cgroup;
 use crate::kernel::doctor::{self, Answer};
 use crate::store::reserve;
+use crate::workload;
 
 /// `doctor`
 #[derive(Debug, Args)]
@@ -29,12 +30,24 @@ pub(super) fn main(context: &Context, wish: Doctor) -> Result<u8, Failure> {
     });
     let root = cgroup::find_root().unwrap_or_else(|_| "/sys/fs/cgroup".into());
     let parent = root.join(config.cgroup.clone().unwrap_or_default());
-    let mut answers = doctor::ask(standing(&config.state_dir), standing(&parent));
+    let (state, parent) = (standing(&config.state_dir), standing(&parent));
+    let mut answers = doctor::ask(state, parent);
+    answers.push(walls("walls", state, parent, false));
+    answers.push(walls("mapped-walls", state, parent, true));
     let (state, wanted) = (&config.state_dir, config.reserve_mib.saturating_mul(1 << 20));
     answers.push(doctor::reserve(standing(state), &state.join(reserve::NAME), wanted));
     let report = Report::of(answers);
     context.show(&report, table)?;
     Ok(u8::from(!report.ok))
+}
+
+/// Whether a command can be confined here.
+fn walls(feature: &'static str, state: &Path, cgroups: &Path, mapped: bool) -> Answer {
+    let (ok, detail) = match workload::try_walls(state, cgroups, mapped) {
+        Ok(()) => (true, "`true` was run behind them".to_owned()),
+        Err(why) => (false, [vec![why], doctor::restraints()].concat().join("; in force here: ")),
+    };
+    Answer { feature, needed: true, ok, detail }
 }
 
 /// What the kernel answered, and what that comes to.

@@ -29,6 +29,7 @@ mod filters;
 mod init;
 mod join;
 mod launch;
+mod probe;
 mod record;
 mod shed;
 mod tend;
@@ -47,6 +48,7 @@ use crate::model::time::millis;
 
 pub use filters::Unfilterable;
 pub use init::init_main;
+pub use probe::walls as try_walls;
 pub use record::InitRecord;
 
 /// The uid and gid of a command when nobody says otherwise.

@@ -118,34 +118,38 @@ pub struct Cgroup {
 
 /// The mount point of the cgroup v2 hierarchy, wherever this host has it.
 pub fn find_root() -> Result<PathBuf> {
+    find_mount().map(|mount| mount.point)
+}
+
+fn find_mount() -> Result<mountinfo::Mount> {
     let mounts = mountinfo::read(None)?;
     let whole = |m: &&mountinfo::Mount| m.root == Path::new("/");
     let v2: Vec<_> = mounts.iter().filter(|m| m.superblock.is("cgroup2")).collect();
     // A bind of a part of the hierarchy may come first; prefer the whole.
-    v2.iter()
-        .copied()
-        .find(whole)
-        .or(v2.first().copied())
-        .map(|m| m.point.clone())
-        .ok_or(Error::V1Only)
+    let found = v2.iter().copied().find(whole).or(v2.first().copied());
+    found.cloned().ok_or(Error::V1Only)
 }
 
-/// The calling process's own cgroup, as a path below `root`, which is where [`find_root`] found the
-/// hierarchy: that can be a part of it, bound into a container.
-pub fn own(root: &Path) -> Result<PathBuf> {
-    let text = std::fs::read_to_string("/proc/self/cgroup").at("read", "/proc/self/cgroup")?;
-    let mount = mountinfo::at(mountinfo::read(None)?, root);
-    let top = mount.map_or_else(|| PathBuf::from("/"), |mount| mount.root);
-    let named = text.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
-    let below = Path::new(named).strip_prefix(&top).map_err(|_| Error::Garbled {
-        path: "/proc/self/cgroup".into(),
-        reason: format!(
-            "this process is in {named}, and {} shows {}",
-            root.display(),
-            top.display()
-        ),
-    })?;
-    Ok(root.join(below))
+/// A cgroup's directory as `/proc/PID/cgroup` names it. What is mounted can be a part of the
+/// hierarchy, bound into a container.
+pub fn named(directory: &Path) -> Result<PathBuf> {
+    let mount = find_mount()?;
+    Ok(mount.root.join(directory.strip_prefix(&mount.point).unwrap_or(directory)))
+}
+
+/// The directory of the calling process's own cgroup.
+pub fn own() -> Result<PathBuf> {
+    let path = "/proc/self/cgroup";
+    let text = std::fs::read_to_string(path).at("read", path)?;
+    let name = text.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
+    let mount = find_mount()?;
+    match Path::new(name).strip_prefix(&mount.root) {
+        Ok(below) => Ok(mount.point.join(below)),
+        Err(_) => Err(Error::Garbled {
+            path: path.into(),
+            reason: format!("{name} is not in what is mounted at {}", mount.point.display()),
+        }),
+    }
 }
 
 /// Makes what sealed cgroups are made in, with what it is in itself; one that is there stays.

@@ -10,6 +10,7 @@
 mod agent_process;
 mod breakers;
 mod confinement;
+mod container;
 mod demo;
 mod full_disk;
 mod host;
@@ -45,6 +46,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("keeper", keeper::tests()),
         ("demo", demo::tests()),
         ("systemd", systemd::tests()),
+        ("container", container::tests()),
     ]
 }
 

@@ -1,17 +1,23 @@
 //! What tests need of the host beyond what every supported host has, and where that may be missing.
 //!
-//! A need is a feature of `overfence doctor`, whose answer for this host decides. A test whose need
-//! is missing fails, unless `skips.toml` lists the need, with its reason, for this kind of host.
+//! A need is a feature of `overfence doctor`, whose answer for this host decides, or one of
+//! [`PROGRAMS`]. A test whose need is missing fails, unless `skips.toml` lists the need, with its
+//! reason, for this kind of host.
 
 use std::collections::BTreeMap;
 use std::process::Command;
 
 use serde::Deserialize;
 
-/// Tests by their full name. A test that is not here runs everywhere.
+/// Programs that tests need and overfence does not.
+const PROGRAMS: [&str; 2] = ["podman", "systemd-nspawn"];
+
+/// Tests by their full name, or all of a room by `room::`. A test that is not here runs everywhere.
 const NEEDS: &[(&str, &[&str])] = &[
     ("confinement::i10_no_way_out_for_a_mapped_root", &["user-namespace", "idmapped-layers"]),
     ("leases::a_mapped_root_is_root_in_the_layer", &["user-namespace", "idmapped-layers"]),
+    ("container::", &["podman"]),
+    ("systemd::", &["systemd-nspawn"]),
 ];
 
 const SKIPS: &str = include_str!("skips.toml");
@@ -80,7 +86,14 @@ impl Needs {
             .output()
             .expect("doctor can be started");
         let doctor = String::from_utf8(out.stdout).expect("doctor speaks UTF-8");
-        Self::new(&kind, &doctor, SKIPS)
+        let mut needs = Self::new(&kind, &doctor, SKIPS);
+        needs.answers.extend(PROGRAMS.map(|program| {
+            let found = ["/usr/bin", "/usr/sbin", "/bin"]
+                .iter()
+                .any(|dir| std::path::Path::new(dir).join(program).exists());
+            (program.to_owned(), (found, "the program is not installed".to_owned()))
+        }));
+        needs
     }
 
     fn new(kind: &str, doctor: &str, skips: &str) -> Self {
@@ -99,7 +112,7 @@ impl Needs {
 
     /// What is to be done with the test of this full name.
     pub fn verdict(&self, test: &str) -> Verdict {
-        let needs = NEEDS.iter().find(|(name, _)| *name == test).map_or(&[][..], |(_, n)| n);
+        let needs = NEEDS.iter().find(|(name, _)| covers(name, test)).map_or(&[][..], |(_, n)| n);
         self.judge(needs)
     }
 
@@ -142,12 +155,17 @@ impl Needs {
             }
         }
         for (test, _) in NEEDS {
-            if !tests.iter().any(|t| t == test) {
+            if !tests.iter().any(|t| covers(test, t)) {
                 wrong.push(format!("needs.rs names the test {test}, which does not exist"));
             }
         }
         wrong
     }
+}
+
+/// Whether a line of [`NEEDS`] is about a test.
+fn covers(name: &str, test: &str) -> bool {
+    name == test || (name.ends_with("::") && test.starts_with(name))
 }
 
 /// The rule itself, on made-up answers.

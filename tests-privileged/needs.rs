@@ -1,20 +1,25 @@
 //! What tests need of the host beyond what every supported host has, and where that may be missing.
 //!
 //! A need is a feature of `overfence doctor`, whose answer for this host decides, or one of
-//! [`PROGRAMS`]. A test whose need is missing fails, unless `skips.toml` lists the need, with its
+//! [`beside_doctor`]. A test whose need is missing fails, unless `skips.toml` lists the need, with its
 //! reason, for this kind of host.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::process::Command;
 
+use caps::Capability;
 use serde::Deserialize;
-
-/// Programs that tests need and overfence does not.
-const PROGRAMS: [&str; 2] = ["podman", "systemd-nspawn"];
 
 /// Tests by their full name, or all of a room by `room::`. A test that is not here runs everywhere.
 const NEEDS: &[(&str, &[&str])] = &[
-    ("confinement::i10_no_way_out_for_a_mapped_root", &["user-namespace", "idmapped-layers"]),
+    ("confinement::i10_no_way_out_for_a_user", &["unconfined-root"]),
+    (
+        "confinement::i10_no_way_out_for_a_mapped_root",
+        &["unconfined-root", "user-namespace", "idmapped-layers"],
+    ),
+    ("confinement::i10_capabilities_and_filters_are_as_decided", &["unconfined-root"]),
+    ("full_disk::a_filler_on_ext4_stops_nobody_else", &["loop-devices"]),
     ("leases::a_mapped_root_is_root_in_the_layer", &["user-namespace", "idmapped-layers"]),
     ("container::", &["podman"]),
     ("systemd::", &["systemd-nspawn"]),
@@ -59,6 +64,30 @@ struct Answer {
     detail: String,
 }
 
+/// What tests need and overfence does not.
+fn beside_doctor() -> [(String, (bool, String)); 4] {
+    let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
+    let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
+    let field =
+        |name| status.lines().find_map(|line| line.strip_prefix(name)).map_or("", str::trim);
+    let have = u64::from_str_radix(field("CapEff:"), 16).expect("a set of capabilities");
+    let lacks = UNCONFINED.into_iter().find(|cap| have & cap.bitmask() == 0);
+    let unconfined = field("Seccomp:") == "0" && lacks.is_none();
+    let detail = format!("root is confined: seccomp mode {}, lacks {lacks:?}", field("Seccomp:"));
+    [
+        ("podman", there("/usr/bin/podman")),
+        ("systemd-nspawn", there("/usr/bin/systemd-nspawn")),
+        ("loop-devices", there("/dev/loop-control")),
+        ("unconfined-root", (unconfined, detail)),
+    ]
+    .map(|(need, answer)| (need.to_owned(), answer))
+}
+
+/// What root has on a host, and in no container but a privileged one: ways out of a session are
+/// first shown to be open to it.
+const UNCONFINED: [Capability; 3] =
+    [Capability::CAP_DAC_READ_SEARCH, Capability::CAP_SYS_PACCT, Capability::CAP_SYSLOG];
+
 /// What is to be done with a test.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -87,12 +116,7 @@ impl Needs {
             .expect("doctor can be started");
         let doctor = String::from_utf8(out.stdout).expect("doctor speaks UTF-8");
         let mut needs = Self::new(&kind, &doctor, SKIPS);
-        needs.answers.extend(PROGRAMS.map(|program| {
-            let found = ["/usr/bin", "/usr/sbin", "/bin"]
-                .iter()
-                .any(|dir| std::path::Path::new(dir).join(program).exists());
-            (program.to_owned(), (found, "the program is not installed".to_owned()))
-        }));
+        needs.answers.extend(beside_doctor());
         needs
     }
 

@@ -157,7 +157,7 @@ fn kernel() -> String {
 
 /// Capabilities without which some verb fails, each with what it is for. A process that is root on a
 /// host has them all; in a container each is asked for by name.
-const CAPABILITIES: [(Capability, &str); 14] = [
+const CAPABILITIES: [(Capability, &str); 15] = [
     (Capability::CAP_SYS_ADMIN, "mounts, namespaces, trusted attributes"),
     (Capability::CAP_SYS_CHROOT, "entering the mount namespace that sessions start from"),
     (Capability::CAP_SYS_PTRACE, "joining a session's namespaces, finding who holds a mount"),
@@ -167,6 +167,7 @@ const CAPABILITIES: [(Capability, &str); 14] = [
     (Capability::CAP_FSETID, "set-group-id bits of other groups' files"),
     (Capability::CAP_SETFCAP, "file capabilities that a layer brings"),
     (Capability::CAP_MKNOD, "device nodes that a layer brings"),
+    (Capability::CAP_LINUX_IMMUTABLE, "removing what root made immutable in an upper"),
     (Capability::CAP_SETUID, "becoming the session's user, mapping user ids"),
     (Capability::CAP_SETGID, "becoming the session's group, mapping group ids"),
     (Capability::CAP_SETPCAP, "taking capabilities away from a session"),

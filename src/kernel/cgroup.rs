@@ -216,6 +216,21 @@ impl Cgroup {
         Ok(())
     }
 
+    /// Leaves it as it was before it was a session's: no stamp, no ticket, no freeze. Nothing of the
+    /// session runs in it any more.
+    pub fn give_back(self) -> Result<()> {
+        failpoint::hit("kernel.cgroup-give-back.before");
+        for name in [STAMP, TICKET] {
+            match rustix::fs::fremovexattr(&self.dir, name) {
+                Ok(()) | Err(Errno::NODATA) => {}
+                Err(e) => return Err(e).at("remove a stamp of cgroup", &self.path),
+            }
+        }
+        self.write_freeze(false)?;
+        failpoint::hit("kernel.cgroup-give-back.after");
+        Ok(())
+    }
+
     /// Writes why it is about to be frozen; replaces an earlier stamp.
     pub fn stamp(&self, stamp: &Stamp) -> Result<()> {
         self.write_xattr(STAMP, &stamp.to_string())

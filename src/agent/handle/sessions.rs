@@ -71,6 +71,10 @@ impl Agent {
         let slot = self.slot(id)?;
         let s = slot.session();
         s.may_start_work().map_err(|code| denied(&s, code))?;
+        if let Some(slice) = &s.external {
+            let why = format!("session {id} is external: what runs in {slice} its engine starts");
+            return Err(Failure::new(Code::WrongState, why));
+        }
         let entry =
             draft("exec", &s, &actor(by), serde_json::json!({ "pid": by.pid, "run_as": s.run_as }));
         let journal = Journal { sessions: vec![], entries: vec![entry] };
@@ -83,7 +87,7 @@ impl Agent {
             session: id,
             workspace: s.workspace.clone(),
             generation: s.generation,
-            cgroup: paths.cgroup(id),
+            cgroup: paths.cgroup(&s),
             merged: slot.dirs.merged.clone(),
             run_dir: paths.inside_of(id),
             record: paths.init_of(id),
@@ -125,7 +129,7 @@ impl Agent {
             (Sign::Socket { .. }, HolderKind::Beat) => {}
             (Sign::Socket { pid }, HolderKind::Process) => {
                 let init = show::init_of(&self.0.paths, id).ok().flatten();
-                let cgroup = self.0.paths.cgroup(id);
+                let cgroup = self.0.paths.cgroup(&s);
                 let speaks =
                     init.is_some_and(|i| i.pid == pid && i.lives_in(&cgroup).unwrap_or(false));
                 if !speaks {

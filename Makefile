@@ -19,7 +19,7 @@ KERNEL ?= 6.1
 export PROPTEST_RNG_SEED ?= 20261129
 RELEASE := $(or $(CARGO_TARGET_DIR),target)/release/overfence
 
-.PHONY: help demo test bench fuzz check fmt clippy doc named-tests deny build install vm vm-matrix
+.PHONY: help demo test bench fuzz check fmt clippy doc named-tests deny alerts build install deb vm vm-matrix
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,7 +66,7 @@ fuzz: ## Fuzz each parser for FUZZ_SECONDS (60); needs cargo-fuzz and a C++ comp
 		cargo fuzz run --sanitizer none "$$target" -- -max_total_time=$(FUZZ_SECONDS); \
 	done
 
-check: fmt clippy doc named-tests deny ## Formatting, lints, docs, licences and sources of crates
+check: fmt clippy doc named-tests alerts deny ## Formatting, lints, docs, alert rules, licences and sources of crates
 
 fmt:
 	cargo fmt --check
@@ -80,6 +80,16 @@ doc:
 named-tests:
 	.ci/named-tests
 
+alerts: ## Check the alert rules and run their tests, with promtool
+	@code=0; packaging/promtool.sh --version >/dev/null || code=$$?; \
+	if [ $$code = 69 ]; then \
+		echo '*** promtool could NOT be had: the alert rules were NOT checked.              ***'; \
+	else \
+		set -x; \
+		packaging/promtool.sh check rules packaging/prometheus/overfence.rules.yml; \
+		packaging/promtool.sh test rules packaging/prometheus/overfence.rules.test.yml; \
+	fi
+
 deny:
 	@if command -v cargo-deny >/dev/null; then \
 		set -x; cargo deny --log-level error --all-features check bans licenses sources; \
@@ -92,5 +102,8 @@ build: ## Build the release binary
 	@packaging/setup.sh build
 	cargo build --release --locked
 
-install: build ## Install binary and systemd units below PREFIX (/usr/local), with DESTDIR before it
+install: build ## Install binary, units, man pages, completions below PREFIX (/usr/local), with DESTDIR before it
 	packaging/install.sh $(RELEASE) "$(DESTDIR)" $(PREFIX)
+
+deb: build ## Pack the release binary as target/debian/overfence_*.deb
+	packaging/deb.sh $(RELEASE) target/debian

@@ -76,7 +76,7 @@ need_rust() {
 
 build=(gcc libc6-dev make ca-certificates)
 run=(bubblewrap)
-test=(e2fsprogs util-linux python3 systemd-container mmdebstrap podman runc)
+test=(e2fsprogs util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils podman runc)
 
 cd "$(dirname "$0")/.."
 case ${1:-} in
@@ -102,3 +102,7 @@ test)
     ;;
 esac
 need_rust
+# The privileged suite installs the package.
+if [ "$1" = test ] && [ "$(id -u)" = 0 ]; then
+    packaging/cargo-deb.sh
+fi

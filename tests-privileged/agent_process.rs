@@ -1,5 +1,7 @@
 //! The agent as a process of its own, asked through the command line: what an operator has.
 
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -70,9 +72,7 @@ impl Host {
                 return false;
             }
             let socket = self.dir.join("run/overfence.sock");
-            if std::os::unix::net::UnixStream::connect(&socket).is_ok()
-                && self.ask(&["status"]).0 == 0
-            {
+            if UnixStream::connect(&socket).is_ok() && self.ask(&["status"]).0 == 0 {
                 return true;
             }
             assert!(
@@ -143,6 +143,30 @@ impl Host {
         serde_json::from_slice(&out.stdout).unwrap_or(Value::Null)
     }
 
+    /// Asks the API without the command line.
+    pub fn http(&self, method: &str, path: &str, body: &str) -> Answer {
+        let mut stream = UnixStream::connect(self.dir.join("run/overfence.sock")).unwrap();
+        let length = body.len();
+        // At once: a refusal may come, and the connection end, before the body is read.
+        let request = format!(
+            "{method} {path} HTTP/1.0\r\nHost: overfence\r\nContent-Length: {length}\r\n\r\n{body}"
+        );
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        let field = |name: &str| {
+            let lines = head.lines().filter_map(|line| line.split_once(": "));
+            let mut values = lines.filter(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, v)| v);
+            values.next().unwrap_or_default().to_owned()
+        };
+        Answer {
+            status: head.split(' ').nth(1).unwrap().parse().unwrap(),
+            kind: field("content-type"),
+            body: body.to_owned(),
+        }
+    }
+
     /// Waits for a session to fit.
     pub fn until(&self, id: &str, fits: impl Fn(&Value) -> bool) -> Value {
         let begun = Instant::now();
@@ -159,6 +183,15 @@ impl Host {
     pub fn open(&self, workspace: &str, ttl: &str) -> Value {
         self.must(&["session", "open", "-w", workspace, "--create", "--ttl", ttl])
     }
+}
+
+/// What the API answered.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: u16,
+    /// Content type.
+    pub kind: String,
+    pub body: String,
 }
 
 impl Drop for Host {

@@ -19,10 +19,14 @@ mod kernel_facts;
 mod leases;
 mod main_job;
 mod needs;
+mod openapi;
+mod package;
 mod races;
 mod restart;
 mod rig;
 mod room;
+mod runbook;
+mod signals;
 mod systemd;
 mod upper;
 mod workload;
@@ -36,6 +40,9 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("runbook", runbook::tests()),
+        ("signals", signals::tests()),
+        ("openapi", openapi::tests()),
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
@@ -47,6 +54,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("demo", demo::tests()),
         ("systemd", systemd::tests()),
         ("container", container::tests()),
+        ("package", package::tests()),
     ]
 }
 

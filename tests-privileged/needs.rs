@@ -23,6 +23,7 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("leases::a_mapped_root_is_root_in_the_layer", &["user-namespace", "idmapped-layers"]),
     ("container::", &["podman"]),
     ("systemd::", &["systemd-nspawn"]),
+    ("package::", &["systemd-nspawn"]),
 ];
 
 const SKIPS: &str = include_str!("skips.toml");

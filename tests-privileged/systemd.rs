@@ -2,7 +2,7 @@
 //! stopped or hangs beside the sessions, and what the sessions notice of it, which is nothing.
 
 mod external;
-mod machine;
+pub mod machine;
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -158,7 +158,7 @@ fn starts(place: &Place) {
     let units = [AGENT, KEEPER, SESSIONS, "overfence.socket"];
     machine.must(&[&["systemd-analyze", "verify", "--man=no"], &units[..]].concat());
     assert_eq!(machine.show(SESSIONS, "SubState"), "exited");
-    assert!(machine.show(AGENT, "StatusText").contains("no session"));
+    machine.until_unit(AGENT, "StatusText", |text| text.contains("no session"));
     // One agent may not be able to stop what it is bound to.
     assert!(!machine.run(&["systemctl", "stop", SESSIONS]).status.success());
 

@@ -1,17 +1,18 @@
 //! What a command may expect of the place it runs in: its exit code, its streams, its terminal,
 //! its signals, an init that reaps, and a lease that follows its life.
 
+use std::collections::BTreeSet;
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
-use std::os::unix::net::UnixListener;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
+use overfence::kernel::clock;
 use overfence::kernel::launch::{Fork, exit_now, fork};
-use overfence::workload::{self, Command, Exit, Holder, Place, Standing, exec, live_init, run};
+use overfence::workload::{self, Command, Exit, Holder, Place, Standing};
+use overfence::workload::{exec, last_sign, live_init, run};
 
 use crate::host;
 use crate::room::{Room, sh};
@@ -421,67 +422,57 @@ fn a_client_of_a_stopped_session_leaves_on_a_signal_at_once(host: &host::Place) 
     until("the session is empty", || !populated(place));
 }
 
-/// Accepts one beat within `limit`: the peer's process id.
-fn beat(agent: &UnixListener, limit: Duration) -> Option<u32> {
-    let begun = Instant::now();
-    agent.set_nonblocking(true).unwrap();
-    let mut stream = loop {
-        match agent.accept() {
-            Ok((stream, _)) => break stream,
-            Err(_) if begun.elapsed() > limit => return None,
-            Err(_) => std::thread::sleep(Duration::from_millis(2)),
-        }
-    };
-    stream.set_nonblocking(false).unwrap();
-    let mut text = [0; 22];
-    stream.read_exact(&mut text).unwrap();
-    assert_eq!(&text, b"POST /v1/beat HTTP/1.1");
-    let _ = stream.write_all(b"HTTP/1.1 204 No Content\r\n\r\n");
-    let peer = rustix::net::sockopt::socket_peercred(&stream).unwrap();
-    Some(u32::try_from(peer.pid.as_raw_nonzero().get()).unwrap())
-}
-
-fn listen(at: &Path) -> UnixListener {
-    let _ = std::fs::remove_file(at);
-    UnixListener::bind(at).unwrap()
-}
-
 fn the_init_beats_while_its_command_runs(host: &host::Place) {
     let mut room = Room::new(host);
     room.place.holder = Holder::Process;
     room.place.ttl = Duration::from_millis(300);
-    let socket = room.place.run_dir.join("session.sock");
-    let agent = listen(&socket);
+    let record = room.place.record.clone();
     let pid = client(run, &room.place, &sh(TRAPS));
-    let long = host::paced(Duration::from_secs(10));
-    let begun = Instant::now();
-    for _ in 0..4 {
-        let peer = beat(&agent, long);
-        let init = live_init(&room.place).unwrap().expect("it beats, so it lives");
-        assert_eq!(peer, Some(init.pid), "somebody else beats");
-    }
+    let sign = || last_sign(&record).filter(|sign| sign.0 > 0);
+    until("the first sign", || sign().is_some());
+    let (first, begun) = (sign().unwrap(), Instant::now());
+    let mut signs = BTreeSet::from([first]);
+    until("three more signs", || {
+        signs.extend(sign());
+        signs.len() > 3
+    });
     assert!(begun.elapsed() > room.place.ttl / 2, "beats come faster than three in a TTL");
     until("the traps are set", || room.place.merged.join("ready").exists());
 
+    // Whether there is a sign that is given after now, within two thirds of a TTL and more.
+    let news = || {
+        let now = clock::now();
+        std::thread::sleep(Duration::from_millis(500));
+        sign().is_some_and(|sign| sign > now)
+    };
+    until("a beat of a running command", news);
     let command = find(&room.place, "echo ready").unwrap();
     kill(command, Signal::SIGSTOP).unwrap();
+    let stat = || std::fs::read_to_string(format!("/proc/{command}/stat")).unwrap();
+    until("it stands stopped", || stat().contains(") T "));
     // One may have been on its way.
-    let _ = beat(&agent, Duration::from_millis(150));
-    assert_eq!(beat(&agent, Duration::from_millis(500)), None, "a stopped command holds no lease");
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!news(), "a stopped command holds no lease");
     // The client stopped itself, too, as a shell expects of a job; both are continued.
     kill(pid, Signal::SIGCONT).unwrap();
     kill(command, Signal::SIGCONT).unwrap();
-    assert!(beat(&agent, long).is_some(), "no beat after it was continued");
+    until("a beat after it was continued", news);
 
-    // The agent restarts: the init finds its new socket by itself.
-    drop(agent);
-    std::thread::sleep(Duration::from_millis(250));
-    let agent = listen(&socket);
-    assert!(beat(&agent, long).is_some(), "no beat for a restarted agent");
+    // Nobody but the init has the file: not the command, to which nothing is handed on, and it is
+    // not among what the session sees.
+    let init = live_init(&room.place).unwrap().expect("it beats, so it lives").pid;
+    let holders = |pid: u32| {
+        let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok())
+            .filter(|file| *file == record.with_extension("beat"))
+            .count()
+    };
+    assert_eq!(holders(init), 1);
+    assert_eq!(holders(command.as_raw().cast_unsigned()), 0);
     kill(pid, Signal::SIGTERM).unwrap();
     assert_eq!(waitpid(pid, None).unwrap(), WaitStatus::Exited(pid, 42));
-    let _ = beat(&agent, Duration::from_millis(150));
-    assert_eq!(beat(&agent, Duration::from_millis(500)), None, "the dead hold no lease");
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!news(), "the dead hold no lease");
 }
 
 fn a_second_run_is_refused(host: &host::Place) {

@@ -2,10 +2,9 @@
 //! more of them waits for.
 
 use std::collections::VecDeque;
-use std::fs;
-use std::io::{Read as _, Write as _};
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -66,10 +65,10 @@ fn fleet(rig: &Rig, beats: &Beats, mounts: usize) {
         }
         let lifetime = end.map(|end: BootNs| end.since(clock::now()));
         let begun = Instant::now();
-        let opened = rig.open(&format!("fleet-{i}"), TTL, lifetime);
+        let opened = rig.open_for("process", &format!("fleet-{i}"), TTL, lifetime);
         took.push(begun.elapsed());
         sleepers.add_to(&opened.session);
-        beats.add(rig.inside(&opened.session.id).join("session.sock"));
+        beats.add(&rig.inside(&opened.session.id).with_file_name("init.beat"));
         fleet.push(opened);
         if [10, 100, 500, SESSIONS].contains(&fleet.len()) {
             let last = Samples::new(took[took.len() - WINDOW..].to_vec());
@@ -90,17 +89,17 @@ fn fleet(rig: &Rig, beats: &Beats, mounts: usize) {
     lose(rig, &fleet[WINDOW..], end);
 }
 
-/// Signs of life as a session's init gives them: three in each TTL, over the session's socket.
+/// Signs of life as each session's init writes them: three in each TTL.
 #[derive(Default)]
 struct Beats {
-    due: Mutex<VecDeque<(Instant, PathBuf)>>,
+    due: Mutex<VecDeque<(Instant, File)>>,
     given: AtomicUsize,
     over: AtomicBool,
 }
 
 impl Beats {
-    fn add(&self, socket: PathBuf) {
-        self.due.lock().unwrap().push_back((Instant::now() + TTL / 3, socket));
+    fn add(&self, file: &Path) {
+        self.due.lock().unwrap().push_back((Instant::now(), File::create(file).unwrap()));
     }
 
     fn give(&self) {
@@ -111,27 +110,15 @@ impl Beats {
                 _ => None,
             };
             drop(all);
-            let Some((at, socket)) = next else {
+            let Some((at, file)) = next else {
                 std::thread::sleep(Duration::from_millis(2));
                 continue;
             };
-            // A lease that is lost takes no more of them.
-            if beat(&socket).is_ok_and(|answer| answer.starts_with("HTTP/1.1 200")) {
-                self.given.fetch_add(1, Ordering::Relaxed);
-                self.due.lock().unwrap().push_back((at + TTL / 3, socket));
-            }
+            file.write_all_at(&clock::now().0.to_ne_bytes(), 0).unwrap();
+            self.given.fetch_add(1, Ordering::Relaxed);
+            self.due.lock().unwrap().push_back((at + TTL / 3, file));
         }
     }
-}
-
-fn beat(socket: &PathBuf) -> std::io::Result<String> {
-    let mut stream = UnixStream::connect(socket)?;
-    stream.write_all(
-        b"POST /v1/beat HTTP/1.1\r\nHost: session\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
-    )?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer)?;
-    Ok(answer)
 }
 
 fn mount_count(rig: &Rig) -> usize {

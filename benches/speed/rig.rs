@@ -38,9 +38,19 @@ impl Rig {
 
     /// Opens a session of a workspace, which is made if it is missing.
     pub fn open(&self, workspace: &str, ttl: Duration, lifetime: Option<Duration>) -> Opened {
+        self.open_for("beat", workspace, ttl, lifetime)
+    }
+
+    /// Opens a session whose lease follows `holder`.
+    pub fn open_for(
+        &self,
+        holder: &str,
+        workspace: &str,
+        ttl: Duration,
+        lifetime: Option<Duration>,
+    ) -> Opened {
         let ms = |span: Duration| u64::try_from(span.as_millis()).unwrap();
-        let mut wish =
-            json!({ "workspace": workspace, "ttl_ms": ms(ttl), "create": { "id": workspace } });
+        let mut wish = json!({ "workspace": workspace, "holder": holder, "ttl_ms": ms(ttl), "create": { "id": workspace } });
         if let Some(lifetime) = lifetime {
             wish["max_lifetime_ms"] = ms(lifetime).into();
         }

@@ -96,11 +96,12 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
 
 /// Freezes a session whose deadline passed, unless it was renewed this moment.
 fn stop(host: &Host, slot: &Arc<Slot>, now: BootNs) -> Option<(Arc<Slot>, BootNs, Loss)> {
-    let inner = slot.lock();
-    let (deadline, bound) = inner.deadline();
+    let mut inner = slot.lock();
     if !inner.session.holds_lease() {
         return None;
     }
+    host.hear_init(&mut inner);
+    let (deadline, bound) = inner.deadline();
     if deadline > now {
         host.deadlines.set(slot.id, deadline);
         return None;

@@ -99,6 +99,8 @@ pub struct HostState {
     pub reconcile: String,
     /// Bytes in preserved deltas at the last sweep.
     pub preserved_bytes: u64,
+    /// Sessions that were closed since the last sweep.
+    pub closed: u64,
 }
 
 /// What [`Host::new`] is made of.
@@ -195,7 +197,10 @@ impl Host {
 
     /// Drops a closed session.
     pub fn forget(&self, id: SessionId) {
-        self.sessions.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        let known = self.sessions.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        if known.is_some() {
+            self.shown().closed += 1;
+        }
     }
 
     /// The keeper's table; the agent alone writes it.

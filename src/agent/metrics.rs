@@ -1,5 +1,6 @@
 //! Counters and gauges, `overfence_*`, in base units and without session ids.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use crate::model::facts::Fact;
 use crate::model::session::{Session, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
+use crate::model::workspace::PUBLISH_REFUSALS;
 use crate::store::reserve::Space;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -30,6 +32,11 @@ struct ByFact {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct Missing {
+    fact: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ByEffect {
     effect: &'static str,
     result: &'static str,
@@ -39,6 +46,16 @@ struct ByEffect {
 struct ByState {
     state: String,
 }
+
+/// What can be said of each fact of a fence.
+const RESULTS: [(Fact, &str); 6] = [
+    (Fact::Frozen, "proved"),
+    (Fact::Frozen, "late"),
+    (Fact::ReadOnly, "proved"),
+    (Fact::ReadOnly, "busy"),
+    (Fact::Killed, "proved"),
+    (Fact::Gone, "proved"),
+];
 
 /// The agent's metrics.
 pub struct Metrics {
@@ -50,10 +67,12 @@ pub struct Metrics {
     fence_seconds: Histogram,
     foreign_thaws: Counter,
     sessions: Family<ByState, Gauge>,
+    missing: Family<Missing, Gauge>,
     active: Gauge,
     preserved_bytes: Gauge,
     free_bytes: Gauge,
     reserve_bytes: Gauge,
+    reserve_wanted_bytes: Gauge,
     reconciled: Gauge<f64, AtomicU64>,
     bytes_freed: Counter,
 }
@@ -68,13 +87,20 @@ impl Metrics {
             "Renewals without a good answer",
             renewal_failures.clone(),
         );
-        let refused = Family::default();
+        let refused = Family::<ByReason, Counter>::default();
+        // There from the start: a series that begins at 1 is no increase, and alerts would miss it.
+        for code in PUBLISH_REFUSALS {
+            drop(refused.get_or_create(&ByReason { reason: code.as_str() }));
+        }
         registry.register(
             "publications_refused",
             "Publications the authority refused",
             Family::clone(&refused),
         );
-        let fences = Family::default();
+        let fences = Family::<ByFact, Counter>::default();
+        for (fact, result) in RESULTS {
+            drop(fences.get_or_create(&ByFact { fact: fact.name(), result }));
+        }
         registry.register("fences", "Facts of fences by result", Family::clone(&fences));
         let effects = Family::default();
         registry.register("effects", "Effects performed by result", Family::clone(&effects));
@@ -92,6 +118,12 @@ impl Metrics {
         );
         let sessions = Family::default();
         registry.register("sessions", "Sessions by state", Family::clone(&sessions));
+        let missing = Family::default();
+        registry.register(
+            "fences_missing",
+            "Lost sessions by the strongest fact that their fence goes for and lacks",
+            Family::clone(&missing),
+        );
         let active = Gauge::default();
         registry.register("active_writer_leases", "Sessions that hold their lease", active.clone());
         let preserved_bytes = Gauge::default();
@@ -107,6 +139,12 @@ impl Metrics {
             "reserve_bytes",
             "Room held back for the agent on a full disk",
             reserve_bytes.clone(),
+        );
+        let reserve_wanted_bytes = Gauge::default();
+        registry.register(
+            "reserve_wanted_bytes",
+            "Room to hold back for the agent; 0 where none is wanted or can be had",
+            reserve_wanted_bytes.clone(),
         );
         let reconciled = Gauge::default();
         registry.register(
@@ -125,10 +163,12 @@ impl Metrics {
             fence_seconds,
             foreign_thaws,
             sessions,
+            missing,
             active,
             preserved_bytes,
             free_bytes,
             reserve_bytes,
+            reserve_wanted_bytes,
             reconciled,
             bytes_freed,
         }
@@ -183,9 +223,16 @@ impl Metrics {
     /// After a complete reconcile.
     pub fn reconciled(
         &self,
-        states: &std::collections::BTreeMap<State, u64>,
+        states: &BTreeMap<State, u64>,
+        missing: &BTreeMap<Fact, u64>,
         preserved_bytes: u64,
     ) {
+        for fact in Fact::ALL {
+            let n = missing.get(&fact).copied().unwrap_or(0);
+            self.missing
+                .get_or_create(&Missing { fact: fact.name() })
+                .set(i64::try_from(n).unwrap_or(i64::MAX));
+        }
         self.sessions.clear();
         for (state, n) in states {
             self.sessions
@@ -204,6 +251,7 @@ impl Metrics {
         let gauge = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         self.free_bytes.set(gauge(space.free));
         self.reserve_bytes.set(gauge(space.held));
+        self.reserve_wanted_bytes.set(gauge(space.wanted));
         let mut text = String::new();
         // Writing to a string does not fail.
         let _ = encode(&mut text, &self.registry);
@@ -214,5 +262,93 @@ impl Metrics {
 impl Default for Metrics {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    const SPACE: Space = Space { free: 1, held: 2, wanted: 3, room: true };
+
+    /// The names of what may be asked.
+    fn known() -> BTreeSet<String> {
+        let metrics = Metrics::new();
+        // What has no sample until it happens is not even named before.
+        metrics.effect("freeze", true, Duration::ZERO);
+        metrics.reconciled(&[(State::Active, 1)].into(), &BTreeMap::new(), 0);
+        let mut names = BTreeSet::new();
+        for line in metrics.text(SPACE).lines() {
+            let mut words = line.split(' ');
+            if let (Some("#"), Some("TYPE"), Some(name), Some(kind)) =
+                (words.next(), words.next(), words.next(), words.next())
+            {
+                let endings: &[&str] = match kind {
+                    "counter" => &["_total"],
+                    "histogram" => &["_bucket", "_sum", "_count"],
+                    _ => &[""],
+                };
+                names.extend(endings.iter().map(|ending| format!("{name}{ending}")));
+            }
+        }
+        names
+    }
+
+    /// The words of a text that look like metrics.
+    fn named(text: &str) -> BTreeSet<String> {
+        let word = |c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
+        let words = text.split(word).filter(|word| word.starts_with("overfence_"));
+        words.map(str::to_owned).collect()
+    }
+
+    const RULES: &str = include_str!("../../packaging/prometheus/overfence.rules.yml");
+    const RULE_TESTS: &str = include_str!("../../packaging/prometheus/overfence.rules.test.yml");
+    const OPERATIONS: &str = include_str!("../../docs/OPERATIONS.md");
+
+    #[test]
+    fn what_can_be_refused_or_proved_is_there_from_the_start() {
+        let text = Metrics::new().text(SPACE);
+        for line in [
+            "overfence_publications_refused_total{reason=\"stale_generation\"} 0",
+            "overfence_fences_total{fact=\"read-only\",result=\"busy\"} 0",
+            "overfence_fence_seconds_count 0",
+            "overfence_reserve_wanted_bytes 3",
+        ] {
+            assert!(text.lines().any(|l| l == line), "no {line:?} in {text}");
+        }
+    }
+
+    #[test]
+    fn alerts_ask_for_metrics_that_exist_and_name_what_to_read() {
+        let known = known();
+        let unknown: Vec<_> = named(RULES).into_iter().filter(|n| !known.contains(n)).collect();
+        assert!(unknown.is_empty(), "alert rules ask for {unknown:?}");
+        let alerts: Vec<_> = RULES.lines().filter_map(|l| l.split_once("- alert: ")).collect();
+        assert!(alerts.len() > 10);
+        for (_, alert) in alerts {
+            assert!(RULE_TESTS.contains(alert), "{alert} has no test");
+            assert!(OPERATIONS.contains(&format!("`{alert}`")), "{alert} is not documented");
+        }
+        let runbooks = RULES.lines().filter_map(|l| l.trim().strip_prefix("runbook: "));
+        for heading in runbooks.map(|text| text.trim_matches('"')) {
+            let there = OPERATIONS.lines().any(|l| l.trim_start_matches('#').trim() == heading);
+            assert!(there, "no heading {heading:?}");
+        }
+    }
+
+    #[test]
+    fn every_metric_is_documented_and_no_other() {
+        let documented = named(OPERATIONS);
+        let ended = |name: &String| documented.iter().any(|d| name.starts_with(d.as_str()));
+        let silent: Vec<_> = known().into_iter().filter(|name| !ended(name)).collect();
+        assert!(silent.is_empty(), "not documented: {silent:?}");
+        let known = known();
+        let made_up: Vec<_> = documented
+            .iter()
+            .filter(|d| !known.iter().any(|k| k.starts_with(d.as_str())))
+            .collect();
+        assert!(made_up.is_empty(), "documented, and do not exist: {made_up:?}");
     }
 }

@@ -156,19 +156,19 @@ impl Host {
         slot.lock().building = true;
         self.adopt(&slot);
         drop(turn);
-        let built = self
-            .store
-            .raise_mark(&wish.workspace, acquired.lease.generation)
-            .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))
-            .and_then(|()| self.not_draining())
-            .and_then(|()| self.fence_predecessors(&slot, &wish))
-            .and_then(|()| self.build(&slot, &acquired.at))
-            .and_then(|ticket| self.still_newest(&slot).map(|()| ticket));
+        let built = self.note_mark(&slot).and_then(|marked| {
+            let built = self
+                .not_draining()
+                .and_then(|()| self.fence_predecessors(&slot, &wish))
+                .and_then(|()| self.build(&slot, &acquired.at))
+                .and_then(|ticket| self.still_newest(&slot).map(|()| ticket));
+            self.runtime.block_on(marked).and(built)
+        });
         // From here on a rollback finds all there is, and nothing is made behind its back.
         slot.lock().building = false;
         match built {
             Ok(ticket) => {
-                self.apply(&slot, Event::Opened, &by.to_string());
+                self.apply_here(&slot, Event::Opened, &by.to_string());
                 // Nobody is told of a session, and nothing runs in it, before ACTIVE is durable.
                 let (s, durable) = self.runtime.block_on(slot.wait_for(DURABLE, |_| true));
                 if !durable {
@@ -269,6 +269,24 @@ impl Host {
         }
     }
 
+    /// Raises the generation's high-water mark; the future is ready when that is durable. The
+    /// disk's time and the kernel's pass together: both are done before anything can be written.
+    fn note_mark(
+        &self,
+        slot: &Slot,
+    ) -> Result<impl Future<Output = Result<(), Failure>> + use<>, Failure> {
+        let failed = |why| Failure::new(Code::AuthorityUnavailable, why);
+        let store = Arc::clone(&self.store);
+        let (workspace, generation) = (slot.workspace.clone(), slot.lock().session.generation);
+        store.note_mark(&workspace, generation).map_err(|e| failed(text(e)))?;
+        let raised = self.runtime.spawn_blocking(move || store.raise_mark(&workspace, generation));
+        Ok(
+            async move {
+                raised.await.map_err(text).and_then(|done| done.map_err(text)).map_err(failed)
+            },
+        )
+    }
+
     /// The former writers of the workspace on this host are stopped before the new one starts.
     fn fence_predecessors(self: &Arc<Self>, slot: &Arc<Slot>, wish: &Wish) -> Result<(), Failure> {
         let own = slot.session();
@@ -331,17 +349,14 @@ impl Host {
     }
 
     /// A takeover that came between our acquisition and our being known here did not see us to
-    /// fence us: whoever is not the newest any more does not start.
+    /// fence us: whoever is not the newest any more does not start. It raised the mark before it
+    /// looked for us, and we are known before we look at the mark.
     fn still_newest(&self, slot: &Slot) -> Result<(), Failure> {
         let own = slot.session();
-        let known = self
-            .authority
-            .get(&own.workspace)
-            .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))?;
-        match known {
-            Some(w) if w.generation == own.generation => Ok(()),
-            Some(_) | None => Err(super::handle::denied(&own, Code::StaleGeneration)),
+        if self.store.marks().highest(&own.workspace) == own.generation {
+            return Ok(());
         }
+        Err(super::handle::denied(&own, Code::StaleGeneration))
     }
 
     /// Directories, keeper's entry, cgroup, overlay, ticket: in this order, so that nothing can be

@@ -8,6 +8,7 @@
 //! <runtime>/                     0755, of this boot
 //!   overfence.sock  deadlines  cell
 //!   sessions/<id>/init.json      who the session's init is; not seen inside
+//!   sessions/<id>/init.beat      when it last gave a sign of life
 //!   sessions/<id>/inside/        /run/overfence of the workload: ticket, session.json, session.sock
 //! <cgroup2>/<parent>/<id>/       the sealed cgroup; <parent> is made again if it was removed
 //! ```

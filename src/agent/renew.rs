@@ -11,11 +11,12 @@ use super::slot::{Inner, Slot, agent_vouches, renewal_due};
 use crate::authority::Renewal;
 use crate::kernel::clock;
 use crate::model::code::Code;
-use crate::model::lease::Lease;
+use crate::model::lease::{HolderKind, Lease};
 use crate::model::session::{Loss, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
 use crate::model::workspace::Refusal;
+use crate::workload::last_sign;
 
 /// The shortest time from one look at a lease to the next.
 const PASS: Duration = Duration::from_millis(50);
@@ -58,6 +59,7 @@ fn due(host: &Host) -> Vec<Due> {
         let renewal =
             Renewal { workspace: s.workspace.clone(), lease: s.lease, generation: s.generation };
         host.vouch(&mut inner, now);
+        host.hear_init(&mut inner);
         let again = now.plus((ttl / 30).max(PASS));
         host.renewals().set(slot.id, inner.lease.next.max(again));
         if inner.lease.signed && !opening && now >= inner.lease.next {
@@ -165,6 +167,22 @@ impl Host {
         if agent_vouches(inner, now, self.config.checkpoint.max_freeze) {
             inner.lease.signs.holder = now;
             inner.lease.signed = true;
+        }
+    }
+
+    /// Takes in the last sign of a `process` lease's holder, if it is news. Its init writes down when
+    /// it gave one; nobody else can.
+    pub fn hear_init(&self, inner: &mut Inner) {
+        if inner.session.holder != HolderKind::Process {
+            return;
+        }
+        let sign = last_sign(&self.paths.init_of(inner.session.id));
+        // One that came after the deadline revives nothing.
+        let counts = |sign: &BootNs| *sign > inner.lease.signs.holder && *sign < inner.deadline().0;
+        if let Some(sign) = sign.filter(counts) {
+            inner.lease.signs.holder = sign;
+            inner.lease.signed = true;
+            self.refresh_deadline(inner);
         }
     }
 

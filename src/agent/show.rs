@@ -5,7 +5,7 @@
 //! itself. The directory is bound inside, so that files replaced in it appear there.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -50,10 +50,6 @@ pub fn remove(paths: &Paths, id: SessionId) -> io::Result<()> {
 }
 
 /// Who the session's init was when it was last started.
-pub fn init_of(paths: &Paths, id: SessionId) -> io::Result<Option<InitRecord>> {
-    init_in(&paths.init_of(id))
-}
-
 fn init_in(record: &Path) -> io::Result<Option<InitRecord>> {
     match fs::read(record) {
         Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
@@ -73,8 +69,10 @@ pub fn ask_to_end(record: &Path, cgroup: &Path) -> bool {
 
 fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     let new = path.with_extension("new");
-    fs::write(&new, content)?;
-    fs::set_permissions(&new, fs::Permissions::from_mode(0o644))?;
+    let mut file = fs::File::create(&new)?;
+    file.write_all(content)?;
+    // On the descriptor: this is done at each renewal of each session.
+    file.set_permissions(fs::Permissions::from_mode(0o644))?;
     fs::rename(&new, path)
 }
 

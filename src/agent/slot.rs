@@ -151,6 +151,15 @@ impl Inner {
         self.queue = before.queue;
     }
 
+    /// Whether the caller is to be the worker now: there is something to do and nobody does it.
+    fn claim_work(&mut self) -> bool {
+        let idle = self.queue.is_empty() && self.drafts.is_empty();
+        let same = self.stored.as_ref() == Some(&self.session);
+        let claimed = !(self.working || self.building || (idle && same));
+        self.working |= claimed;
+        claimed
+    }
+
     /// Whether something waits to be tried again: at this tick, or at a `patient` one. What its
     /// worker is at is not asked for a second time.
     pub fn pending(&self, patient: bool) -> bool {
@@ -370,16 +379,26 @@ impl Host {
         }
     }
 
+    /// [`Host::apply`] for a caller that may block and waits for the record anyhow: it is the
+    /// session's worker meanwhile, if none runs.
+    pub fn apply_here(self: &Arc<Self>, slot: &Arc<Slot>, event: Event, actor: &str) -> Applied {
+        let mut inner = slot.lock();
+        let applied = self.apply_locked(&mut inner, event, actor);
+        let claimed = inner.claim_work();
+        drop(inner);
+        slot.notify();
+        if claimed {
+            self.work(slot);
+        }
+        applied
+    }
+
     /// Starts the session's worker if there is something to do and none runs.
     pub fn wake_worker(self: &Arc<Self>, slot: &Arc<Slot>, inner: &mut Inner) {
-        let idle = inner.queue.is_empty() && inner.drafts.is_empty();
-        let same = inner.stored.as_ref() == Some(&inner.session);
-        if inner.working || inner.building || (idle && same) {
-            return;
+        if inner.claim_work() {
+            let (host, slot) = (Arc::clone(self), Arc::clone(slot));
+            self.runtime.spawn_blocking(move || host.work(&slot));
         }
-        inner.working = true;
-        let (host, slot) = (Arc::clone(self), Arc::clone(slot));
-        self.runtime.spawn_blocking(move || host.work(&slot));
     }
 
     /// The worker: record first, then one effect, until nothing is left.

@@ -79,6 +79,7 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     let may_delete = clock::now().since(started) >= host.config.preserve.min_notice;
     let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);
     let mut states: BTreeMap<State, u64> = BTreeMap::new();
+    let mut missing: BTreeMap<Fact, u64> = BTreeMap::new();
     let (mut fenced, mut held, mut bytes) = (0, 0, 0);
     for slot in host.slots() {
         super::watch::look(host, &slot);
@@ -86,6 +87,9 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
         host.apply(&slot, Event::Witnessed { add_ms, may_delete }, "agent");
         let s = slot.session();
         *states.entry(s.state).or_default() += 1;
+        if let Some(fact) = super::view::missing(&s) {
+            *missing.entry(fact).or_default() += 1;
+        }
         match s.state {
             State::Fencing | State::Fenced => fenced += 1,
             State::Quarantined => held += 1,
@@ -95,16 +99,16 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
         }
     }
     let n = |state| states.get(&state).copied().unwrap_or(0);
-    let total: u64 = states.values().sum();
-    let line = format!(
-        "reconciled {total} session(s): renewed={} fenced={fenced} preserved={} deleted={} held={held}",
+    let mut shown = host.shown();
+    // What was closed is forgotten at once, so that no sweep meets it.
+    let deleted = std::mem::take(&mut shown.closed);
+    let total = states.values().sum::<u64>() - n(State::Closed) + deleted;
+    shown.reconcile = format!(
+        "reconciled {total} session(s): renewed={} fenced={fenced} preserved={} deleted={deleted} held={held}",
         n(State::Active) + n(State::Releasing),
         n(State::Preserved),
-        n(State::Closed),
     );
-    host.metrics.reconciled(&states, bytes);
-    let mut shown = host.shown();
-    shown.reconcile = line;
+    host.metrics.reconciled(&states, &missing, bytes);
     shown.preserved_bytes = bytes;
     Ok(())
 }

@@ -98,14 +98,11 @@ async fn serve_session(agent: Agent, session: SessionId, listener: UnixListener)
 }
 
 async fn attend(agent: Agent, session: SessionId, stream: UnixStream) {
-    // Only what the beat is about: the rest would be asked of /proc at every beat.
-    let Ok(peer) = stream.peer_cred() else { return };
-    let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
     let service = service_fn(|request: Request<Incoming>| {
         let agent = agent.clone();
         async move {
             let answer = match asked(request.method(), request.uri().path()) {
-                Ok(()) => beat(&agent, session, pid).await,
+                Ok(()) => beat(&agent, session).await,
                 Err(refused) => refused.into_response(),
             };
             Ok::<_, std::convert::Infallible>(answer)
@@ -118,8 +115,8 @@ async fn attend(agent: Agent, session: SessionId, stream: UnixStream) {
     }
 }
 
-async fn beat(agent: &Agent, session: SessionId, pid: u32) -> Response {
-    match agent.beat(session, Sign::Socket { pid }).await {
+async fn beat(agent: &Agent, session: SessionId) -> Response {
+    match agent.beat(session, Sign::Socket).await {
         Ok(answer) => Json(answer).into_response(),
         Err(failure) => Refused(failure).into_response(),
     }

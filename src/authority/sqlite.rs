@@ -97,7 +97,11 @@ impl Rows for Table<'_> {
         let (text, mac) = self.tx.seal(WORKSPACES, id, workspace)?;
         self.tx
             .conn
-            .prepare_cached("INSERT OR REPLACE INTO workspaces (id, record, mac) VALUES (?, ?, ?)")
+            .prepare_cached(
+                // In place: what is not changed, the index above all, is not written again.
+                "INSERT INTO workspaces (id, record, mac) VALUES (?, ?, ?)
+                 ON CONFLICT (id) DO UPDATE SET record = excluded.record, mac = excluded.mac",
+            )
             .and_then(|mut s| s.execute((id, text, mac)))
             .map_err(sql("write workspace"))?;
         Ok(())

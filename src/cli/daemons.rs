@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -32,9 +33,10 @@ impl Daemon {
     }
 }
 
-/// Runs the agent until SIGTERM or SIGINT. Sessions, their mounts and their cgroups go on.
+/// Runs the agent until SIGTERM, SIGINT or SIGHUP. Sessions, their mounts and their cgroups go on.
 pub fn agent(wish: &Daemon) -> Result<(), Failure> {
     let config = wish.load()?;
+    raise_descriptor_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .max_blocking_threads(256)
@@ -47,9 +49,20 @@ pub fn agent(wish: &Daemon) -> Result<(), Failure> {
     outcome
 }
 
+/// A session takes some six descriptors: what a shell allows by itself ends at 170 sessions.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, ..limit };
+    if let Err(fault) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!("{limit:?} descriptors at most: {fault}");
+    }
+}
+
 async fn serve(config: Config) -> Result<(), Failure> {
     let mut term = signal(SignalKind::terminate()).map_err(|e| internal(&e))?;
     let mut int = signal(SignalKind::interrupt()).map_err(|e| internal(&e))?;
+    // The terminal that it was started from went away.
+    let mut hangup = signal(SignalKind::hangup()).map_err(|e| internal(&e))?;
     let given = unit::listener().map_err(|e| at(&"the socket that systemd passed", &e))?;
     manager(NotifyState::Status("freezing what is stale"));
     let (agent, sockets) = crate::agent::start(config.clone())
@@ -74,6 +87,7 @@ async fn serve(config: Config) -> Result<(), Failure> {
         tokio::select! {
             _ = term.recv() => {}
             _ = int.recv() => {}
+            _ = hangup.recv() => {}
         }
         manager(NotifyState::Stopping);
     };
@@ -85,6 +99,7 @@ async fn serve(config: Config) -> Result<(), Failure> {
 /// Runs the keeper until it is killed.
 pub fn keeper(wish: &Daemon) -> Result<(), Failure> {
     let deadlines = wish.load()?.runtime_dir.join("deadlines");
+    raise_descriptor_limit();
     match crate::keeper::run(&deadlines) {
         Ok(never) => match never {},
         Err(fault) => Err(Failure::new(Code::Internal, with_causes(&fault))),

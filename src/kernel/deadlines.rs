@@ -114,8 +114,8 @@ impl Drop for Map {
 /// The agent's side: the only writer.
 pub struct Table {
     map: Map,
-    /// Where each session's entry is.
-    index: HashMap<SessionId, usize>,
+    /// Where each session's entry is, and what it holds.
+    index: HashMap<SessionId, (usize, Deadline)>,
     /// The entries that nobody has; torn ones are not among them.
     free: BTreeSet<usize>,
     path: PathBuf,
@@ -140,7 +140,9 @@ impl Table {
         let (mut index, mut free) = (HashMap::new(), BTreeSet::new());
         for i in 0..CAPACITY {
             match map.entry(i) {
-                Entry::Valid(deadline) => drop(index.insert(deadline.session, i)),
+                Entry::Valid(deadline) => {
+                    index.insert(deadline.session, (i, deadline));
+                }
                 Entry::Free => drop(free.insert(i)),
                 Entry::Torn { .. } => {}
             }
@@ -152,20 +154,22 @@ impl Table {
     /// before its cgroup is made.
     pub fn set(&mut self, deadline: &Deadline) -> Result<()> {
         let index = match self.index.get(&deadline.session) {
-            Some(index) => *index,
+            // Most signs of life move no deadline: the lease's own comes first.
+            Some((_, same)) if same == deadline => return Ok(()),
+            Some((index, _)) => *index,
             None => self.free_index()?,
         };
         failpoint::hit("kernel.deadline-set.before");
         self.put(index, Some(deadline))?;
         failpoint::hit("kernel.deadline-set.after");
-        self.index.insert(deadline.session, index);
+        self.index.insert(deadline.session, (index, deadline.clone()));
         self.free.remove(&index);
         Ok(())
     }
 
     /// Frees a session's entry: the keeper looks after it no more.
     pub fn remove(&mut self, session: SessionId) -> Result<()> {
-        if let Some(index) = self.index.remove(&session) {
+        if let Some((index, _)) = self.index.remove(&session) {
             failpoint::hit("kernel.deadline-remove.before");
             self.put(index, None)?;
             self.free.insert(index);

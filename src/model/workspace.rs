@@ -168,6 +168,22 @@ pub enum KeyState {
     Buried,
 }
 
+/// Every reason for which [`Workspace::publish`] refuses.
+pub const PUBLISH_REFUSALS: [Code; 12] = [
+    Code::StaleGeneration,
+    Code::LeaseExpired,
+    Code::LeaseRevoked,
+    Code::LeaseReleased,
+    Code::LeaseMismatch,
+    Code::SessionMismatch,
+    Code::VersionMismatch,
+    Code::HeadMismatch,
+    Code::WorkspaceHeld,
+    Code::UnknownWorkspace,
+    Code::KeyUsed,
+    Code::KeyBuried,
+];
+
 /// The old workspace and what became of it.
 pub type Ruled<T> = Result<(Workspace, T), Refusal>;
 

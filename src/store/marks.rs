@@ -121,24 +121,23 @@ impl Marks {
         Ok(Self { path: path.to_owned(), state: Mutex::new(state), synced: Condvar::new() })
     }
 
+    /// Raises the mark of a workspace, for all who ask [`Marks::highest`] from now on; it is durable
+    /// once [`Marks::raise`] says so. A lower generation changes nothing.
+    ///
+    /// # Errors
+    /// As [`Marks::raise`].
+    pub fn note(&self, workspace: &WorkspaceId, generation: Generation) -> Result<(), Error> {
+        self.write(workspace, generation).map(drop)
+    }
+
     /// Raises the mark of a workspace and returns when that is durable; many at once share one
     /// fsync. A lower generation changes nothing.
     ///
     /// # Errors
     /// It is not known to be durable; every later raise fails too until the store is opened anew.
     pub fn raise(&self, workspace: &WorkspaceId, generation: Generation) -> Result<(), Error> {
-        let mut state = self.lock();
-        state.believed(&self.path)?;
-        if state.highest.get(workspace).is_none_or(|mark| *mark < generation) {
-            failpoint::hit("store.mark.before");
-            if let Err(error) = state.append(line(workspace, generation).as_bytes()) {
-                return Err(Error::io("write", &self.path)(error));
-            }
-            state.highest.insert(workspace.clone(), generation);
-            state.lines += 1;
-            state.written += 1;
-        }
-        // Also a mark that is there already may still be on its way to the disk.
+        let mut state = self.write(workspace, generation)?;
+        // Also a mark that was there already may still be on its way to the disk.
         let mine = state.written;
         while state.durable < mine {
             state.believed(&self.path)?;
@@ -150,6 +149,25 @@ impl Marks {
         }
         failpoint::hit("store.mark.after");
         Ok(())
+    }
+
+    fn write(
+        &self,
+        workspace: &WorkspaceId,
+        generation: Generation,
+    ) -> Result<MutexGuard<'_, State>, Error> {
+        let mut state = self.lock();
+        state.believed(&self.path)?;
+        if state.highest.get(workspace).is_none_or(|mark| *mark < generation) {
+            failpoint::hit("store.mark.before");
+            if let Err(error) = state.append(line(workspace, generation).as_bytes()) {
+                return Err(Error::io("write", &self.path)(error));
+            }
+            state.highest.insert(workspace.clone(), generation);
+            state.lines += 1;
+            state.written += 1;
+        }
+        Ok(state)
     }
 
     /// Makes all that is written durable, with the lock given up meanwhile.

@@ -79,7 +79,10 @@ impl Tx<'_> {
         let id = session.id.to_string();
         let (text, mac) = self.seal("sessions", &id, session)?;
         self.conn
-            .prepare_cached("INSERT OR REPLACE INTO sessions (id, record, mac) VALUES (?, ?, ?)")
+            .prepare_cached(
+                "INSERT INTO sessions (id, record, mac) VALUES (?, ?, ?)
+                 ON CONFLICT (id) DO UPDATE SET record = excluded.record, mac = excluded.mac",
+            )
             .and_then(|mut s| s.execute((&id, &text, &mac)))
             .map_err(Error::sql("write session"))?;
         Ok(())

@@ -221,6 +221,14 @@ impl Store {
         self.making_room(|| self.marks.raise(workspace, generation))
     }
 
+    /// Raises it in memory and in the file, not yet for good; see [`Marks::note`].
+    ///
+    /// # Errors
+    /// It could not be written.
+    pub fn note_mark(&self, workspace: &WorkspaceId, generation: Generation) -> Result<(), Error> {
+        self.making_room(|| self.marks.note(workspace, generation))
+    }
+
     /// This host's id.
     pub fn host(&self) -> HostId {
         self.host

@@ -1,24 +1,39 @@
-//! The sign of life that the init gives for its command: one small request over the session's own
-//! socket, which the agent may have made anew since the last one.
+//! The sign of life that the init gives for its command: the time of the last one, in a file beside
+//! its record. Only the init has it open, the agent reads it when a renewal or a deadline is due: no
+//! message, and nobody is woken for it, on a host that may hold a thousand sessions.
 
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::net::UnixStream;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{
-    AddressFamily, SockFlag, SockType, UnixAddr, connect, setsockopt, socket, sockopt,
-};
-use nix::sys::time::{TimeVal, TimeValLike as _};
-use std::os::fd::AsRawFd as _;
+use super::{Place, Result, io_at};
+use crate::kernel::clock;
+use crate::model::time::BootNs;
 
-/// Where the agent listens for this session, inside.
-const SOCKET: &str = "/run/overfence/session.sock";
+/// When the holder of a `process` lease last gave a sign of life; `None` before the first one.
+/// `record` is the init's record.
+pub fn last_sign(record: &Path) -> Option<BootNs> {
+    let bytes = fs::read(record.with_extension("beat")).ok()?;
+    let sign = BootNs(u64::from_ne_bytes(bytes.try_into().ok()?));
+    // One from the future is no sign of anything.
+    (sign <= clock::now()).then_some(sign)
+}
 
-/// Longest wait for the agent: signals and dead children wait as long.
-const PATIENCE: Duration = Duration::from_millis(500);
-
-const REQUEST: &[u8] =
-    b"POST /v1/beat HTTP/1.1\r\nHost: session\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+/// The file, for an init that is about to start. A sign of its predecessor stays as it is; without
+/// one, room is taken, so that no later sign fails for want of it.
+pub(super) fn open(place: &Place) -> Result<File> {
+    let path = place.record.with_extension("beat");
+    let made = || {
+        let file = File::options().create(true).write(true).truncate(false).open(&path)?;
+        if file.metadata()?.len() == 0 {
+            file.write_all_at(&0_u64.to_ne_bytes(), 0)?;
+        }
+        Ok::<_, io::Error>(file)
+    };
+    made().map_err(io_at("make", &path))
+}
 
 /// When to beat. `Instant` stops in a suspend; a deadline that passed meanwhile is the agent's to
 /// see, and no beat would change it.
@@ -26,12 +41,13 @@ const REQUEST: &[u8] =
 pub(super) struct Beat {
     every: Duration,
     next: Instant,
+    file: File,
 }
 
 impl Beat {
     /// Three beats in each `ttl`, the first at once.
-    pub(super) fn new(ttl: Duration) -> Self {
-        Self { every: ttl / 3, next: Instant::now() }
+    pub(super) fn new(ttl: Duration, file: File) -> Self {
+        Self { every: ttl / 3, next: Instant::now(), file }
     }
 
     /// How long until the next one is due.
@@ -39,29 +55,44 @@ impl Beat {
         self.next.saturating_duration_since(Instant::now())
     }
 
-    /// Beats if one is due and the command can vouch for itself. A failure changes nothing: the
-    /// agent may be restarting, and it is the agent that counts.
+    /// Beats if one is due and the command can vouch for itself. A sign that cannot be written is
+    /// none: the lease runs out, the command goes on until then.
     pub(super) fn give(&mut self, alive: impl FnOnce() -> bool) {
         if !self.wait().is_zero() {
             return;
         }
         self.next = Instant::now() + self.every;
         if alive() {
-            let _ = send();
+            // Eight bytes within a page: read as a whole or not at all.
+            let _ = self.file.write_all_at(&clock::now().0.to_ne_bytes(), 0);
         }
     }
 }
 
-fn send() -> io::Result<()> {
-    // Not UnixStream::connect: with a full backlog it would wait for ever.
-    let fd = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-    let patience = TimeVal::milliseconds(i64::try_from(PATIENCE.as_millis()).unwrap_or(500));
-    setsockopt(&fd, sockopt::SendTimeout, &patience)?;
-    setsockopt(&fd, sockopt::ReceiveTimeout, &patience)?;
-    connect(fd.as_raw_fd(), &UnixAddr::new(SOCKET)?)?;
-    let mut stream = UnixStream::from(fd);
-    stream.write_all(REQUEST)?;
-    // Wait for the answer's first bytes: a request that is hung up on may not be read.
-    let mut answer = [0; 16];
-    stream.read(&mut answer).map(drop)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sign_is_the_time_at_which_it_was_given() {
+        let dir = tempfile::tempdir().unwrap();
+        let record = dir.path().join("init.json");
+        let file = File::create(dir.path().join("init.beat")).unwrap();
+        assert_eq!(last_sign(&record), None);
+        let mut beat = Beat::new(Duration::from_secs(3600), file.try_clone().unwrap());
+        let before = clock::now();
+        beat.give(|| false);
+        assert_eq!(last_sign(&record), None, "nobody vouched");
+        let mut beat = Beat::new(Duration::from_secs(3600), file.try_clone().unwrap());
+        beat.give(|| true);
+        let sign = last_sign(&record).unwrap();
+        assert!(before <= sign && sign <= clock::now());
+        beat.give(|| true);
+        assert_eq!(last_sign(&record), Some(sign), "the next one is due after 20 minutes");
+        for garbage in [&u64::MAX.to_ne_bytes()[..], b"short", b"longer than it"] {
+            file.set_len(0).unwrap();
+            file.write_all_at(garbage, 0).unwrap();
+            assert_eq!(last_sign(&record), None, "{garbage:?}");
+        }
+    }
 }

@@ -29,7 +29,8 @@ pub(super) struct Orders {
 }
 
 /// Runs the init and ends the process. `args` are what follows `session-init`: numbers of
-/// descriptors: orders, control, the record's lock and, with a command, its standard streams.
+/// descriptors: orders, control, the record's lock, the file for signs of life and, with a command, its
+/// standard streams.
 pub fn init_main(args: impl IntoIterator<Item = OsString>) -> ! {
     let code = match serve(args) {
         Ok(()) => 0,
@@ -61,6 +62,8 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
     let orders: Orders = serde_json::from_str(&text)?;
     let client = UnixStream::from(next()?);
     let lock = File::from(next()?);
+    let signs = File::from(next()?);
+    let beat = orders.beat_ttl.map(|ttl| Beat::new(ttl, signs));
 
     say(&client, Word::Ready)?;
     // Until the record is written nobody would believe our signs of life; a client that died
@@ -69,12 +72,9 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
         return Ok(());
     }
     let tender = match orders.errand {
-        None => Tender {
-            command: None,
-            client: Client::default(),
-            beat: orders.beat_ttl.map(Beat::new),
-            afterwards: Afterwards::Stay,
-        },
+        None => {
+            Tender { command: None, client: Client::default(), beat, afterwards: Afterwards::Stay }
+        }
         Some(errand) => {
             let streams = [next()?, next()?, next()?];
             let command = start(&errand, &streams)?;
@@ -82,7 +82,7 @@ fn serve(args: impl IntoIterator<Item = OsString>) -> io::Result<()> {
             Tender {
                 command: Some(command),
                 client: Client::at(client),
-                beat: orders.beat_ttl.map(Beat::new),
+                beat,
                 afterwards: Afterwards::StayForOthers(lock),
             }
         }

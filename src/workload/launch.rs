@@ -18,6 +18,7 @@ use rustix::fs::{CWD, MemfdFlags, memfd_create};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
 
+use super::beat;
 use super::client::Watch;
 use super::control::{Word, hear, say};
 use super::init::Orders;
@@ -68,6 +69,7 @@ pub(super) fn init(
         orders: memory("orders", &orders).map_err(at())?,
         control: theirs.into(),
         lock: record::open_lock(place)?,
+        signs: beat::open(place)?,
         status: status_end,
         complaints: complaints.try_clone().map_err(at())?,
         caller_io: command.is_some(),
@@ -152,6 +154,8 @@ struct Journey<'a> {
     control: OwnedFd,
     /// The record's lock, opened anew for the init.
     lock: File,
+    /// Where it gives its signs of life.
+    signs: File,
     status: OwnedFd,
     complaints: File,
     /// Whether the command gets the caller's standard streams. An init without a command gets
@@ -190,13 +194,14 @@ impl Journey<'_> {
         // 6. Nothing else that is open here gets in.
         close_all_on_exec().map_err(at("mark descriptors to be closed"))?;
         let mut passed: Vec<BorrowedFd> = vec![self.orders.as_fd(), self.control.as_fd()];
-        passed.extend([self.lock.as_fd(), self.status.as_fd()]);
+        passed.extend([self.lock.as_fd(), self.signs.as_fd(), self.status.as_fd()]);
         passed.extend(self.filters.iter().chain(&streams).map(AsFd::as_fd));
         for fd in passed {
             fcntl_setfd(fd, FdFlags::empty()).map_err(at("keep a descriptor open"))?;
         }
         // 7. The walls.
-        let told = [self.orders.as_raw_fd(), self.control.as_raw_fd(), self.lock.as_raw_fd()];
+        let (orders, control) = (self.orders.as_raw_fd(), self.control.as_raw_fd());
+        let told = [orders, control, self.lock.as_raw_fd(), self.signs.as_raw_fd()];
         let init: Vec<RawFd> =
             told.into_iter().chain(streams.iter().map(|s| s.as_raw_fd())).collect();
         let arguments = walls::arguments(&Walls {

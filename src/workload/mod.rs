@@ -18,6 +18,7 @@
 //! <state_dir>/etc-<digest>/     the /etc that workloads see; made again when the host's changes
 //! <record>                      who the session's init is (JSON), replaced by rename
 //! <record>.lock                 held while an init is looked for or started
+//! <record, ending .beat>        when the holder of a `process` lease last gave a sign of life
 //! <run_dir>/overfence           empty; the binary is bound over it inside
 //! ```
 
@@ -46,6 +47,7 @@ use serde::{Deserialize, Serialize};
 use crate::model::ids::{Generation, SessionId, WorkspaceId};
 use crate::model::time::millis;
 
+pub use beat::last_sign;
 pub use filters::Unfilterable;
 pub use init::init_main;
 pub use probe::walls as try_walls;
@@ -366,7 +368,7 @@ fn conduct(
     }
 }
 
-/// The session's init, if it lives: what the agent compares a beat's peer with.
+/// The session's init, if it lives.
 ///
 /// # Errors
 /// The record or `/proc` cannot be read.

@@ -3,6 +3,7 @@
 //! the test's cgroup and mount namespace and goes away with them.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -26,6 +27,10 @@ pub struct Machine {
     pub state: PathBuf,
     cgroup: PathBuf,
     console: PathBuf,
+    /// A disk: the root is an overlay, which carries no uppers.
+    temporary: PathBuf,
+    /// What is active once it is up.
+    units: &'static [&'static str],
     nspawn: Option<Child>,
 }
 
@@ -41,6 +46,15 @@ impl Machine {
 
     /// Makes one without booting it; `change` does what it likes to its files.
     pub fn prepared(place: &Place, change: impl FnOnce(&Path)) -> Self {
+        let mut machine = Self::bare(place);
+        install(place, &machine.root);
+        change(&machine.root);
+        machine.units = &[AGENT, KEEPER];
+        machine
+    }
+
+    /// Makes one without overfence.
+    pub fn bare(place: &Place) -> Self {
         let made = Command::new("bash")
             .args(["-c", include_str!("rootfs.sh")])
             .stderr(Stdio::inherit())
@@ -58,6 +72,7 @@ impl Machine {
             dir
         };
         let (upper, work, root, state) = (dir("upper"), dir("work"), dir("root"), dir("state"));
+        let temporary = dir("temporary");
         let options = format!(
             "lowerdir={},upperdir={},workdir={}",
             lower.trim(),
@@ -65,9 +80,7 @@ impl Machine {
             work.display()
         );
         mount(Some("overlay"), &root, Some("overlay"), MsFlags::empty(), Some(&*options)).unwrap();
-        install(place, &root);
         like_a_real_host(&root);
-        change(&root);
         let cgroup = place.cgroup.join("machine");
         fs::create_dir(&cgroup).unwrap();
         enable_controllers(&cgroup);
@@ -77,6 +90,8 @@ impl Machine {
             cgroups: cgroup.join("payload"),
             cgroup,
             console: place.dir.join("console"),
+            temporary,
+            units: &["multi-user.target"],
             nspawn: None,
         }
     }
@@ -96,8 +111,8 @@ impl Machine {
             .args(["systemd-nspawn", "--quiet", "--machine=m", "--private-network"])
             .args(["--register=no", "--keep-unit", "--capability=all", "--boot"])
             .arg(format!("--directory={}", self.root.display()))
-            // The root is an overlay, which carries no uppers.
             .arg(format!("--bind={}:/var/lib/overfence", self.state.display()))
+            .arg(format!("--bind={}:/var/tmp", self.temporary.display()))
             .env("SYSTEMD_NSPAWN_UNIFIED_HIERARCHY", "1")
             .stdin(Stdio::null())
             .stdout(console.try_clone().unwrap())
@@ -119,7 +134,7 @@ impl Machine {
 
     fn is_up(&self) -> bool {
         self.leader().is_some()
-            && self.run(&["systemctl", "is-active", AGENT, KEEPER]).status.success()
+            && self.run(&[&["systemctl", "is-active"], self.units].concat()).status.success()
     }
 
     /// Its pid 1, as this host counts.
@@ -304,8 +319,9 @@ impl Drop for Machine {
 }
 
 /// What is installed, as in the tree: a suite that was brought to a guest has no tree beside it.
-const PACKAGING: [(&str, &str); 7] = [
+const PACKAGING: [(&str, &str); 9] = [
     ("install.sh", include_str!("../../packaging/install.sh")),
+    ("generate.sh", include_str!("../../packaging/generate.sh")),
     (
         "systemd/overfence-agent.service",
         include_str!("../../packaging/systemd/overfence-agent.service"),
@@ -321,14 +337,21 @@ const PACKAGING: [(&str, &str); 7] = [
     ("systemd/overfence.socket", include_str!("../../packaging/systemd/overfence.socket")),
     ("systemd/overfence.sysusers", include_str!("../../packaging/systemd/overfence.sysusers")),
     ("systemd/overfence.tmpfiles", include_str!("../../packaging/systemd/overfence.tmpfiles")),
+    (
+        "prometheus/overfence.rules.yml",
+        include_str!("../../packaging/prometheus/overfence.rules.yml"),
+    ),
 ];
 
 /// Puts a version of the binary and the units into a root, as `make install PREFIX=/usr` does.
 pub fn install(place: &Place, root: &Path) {
     let packaging = place.dir.join("packaging");
-    fs::create_dir_all(packaging.join("systemd")).unwrap();
     for (name, text) in PACKAGING {
-        fs::write(packaging.join(name), text).unwrap();
+        let file = packaging.join(name);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(&file, text).unwrap();
+        let mode = if name.ends_with(".sh") { 0o755 } else { 0o644 };
+        fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
     }
     let done = Command::new("bash")
         .arg(packaging.join("install.sh"))

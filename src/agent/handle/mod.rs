@@ -32,11 +32,8 @@ pub struct Agent(pub(super) Arc<Host>);
 pub enum Sign {
     /// The lease token.
     Token(String),
-    /// The session's own socket; the peer's pid as the kernel says.
-    Socket {
-        /// Process id on the host.
-        pid: u32,
-    },
+    /// The session's own socket.
+    Socket,
 }
 
 impl Agent {

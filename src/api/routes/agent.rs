@@ -173,8 +173,11 @@ pub(super) async fn metrics(State(agent): State<Agent>) -> Response {
 
 /// Answers 200 once everything stale has been frozen, 503 before.
 #[utoipa::path(get, path = "/healthz",
-    responses((status = 200, description = "Ready; the last reconcile in a line.", body = String,
-        content_type = "text/plain")))]
+    responses(
+        (status = 200, description = "Ready; the last reconcile in a line.", body = String,
+            content_type = "text/plain"),
+        (status = 503, description = "Not ready: something stale may run still.", body = String,
+            content_type = "text/plain")))]
 pub(super) async fn healthz(State(agent): State<Agent>) -> Result<Response, Refused> {
     let status = agent.status().await?;
     let code = if status.ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };

@@ -7,7 +7,8 @@ pub(super) fn on_opened(s: &mut Session) -> Step {
     match s.state {
         State::Opening => {
             s.state = State::Active;
-            Step::go([Effect::Show])
+            // What the workload is shown was written before it was mounted for it.
+            Step::note()
         }
         State::Active
         | State::Releasing

@@ -155,7 +155,7 @@ fn preserved() -> Session {
 #[test]
 fn an_open_ends_active_or_leaves_nothing() {
     let mut s = session(State::Opening);
-    then(&mut s, Event::Opened, State::Active, &[Effect::Show]);
+    then(&mut s, Event::Opened, State::Active, &[]);
     let mut s = session(State::Opening);
     let no = Event::OpenFailed { why: "no".into() };
     then(&mut s, no, State::Deleting, &[Effect::Release, Effect::Kill]);

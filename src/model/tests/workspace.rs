@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::super::ids::{Generation, HostId, LeaseId, SessionId, Version};
 use super::super::lease::{HolderKind, LeaseState};
 use super::super::time::{BootInstant, BootNs};
-use super::super::workspace::{Acquire, KeyState, Publish, Workspace};
+use super::super::workspace::{Acquire, KeyState, PUBLISH_REFUSALS, Publish, Workspace};
 use super::{boot, key, layer};
 
 /// A request with every field drawn apart, so that each condition is missed at times.
@@ -158,7 +158,10 @@ impl Bench {
                         prop_assert_eq!(&self.keys[k], &same, "a key changed its answer");
                         prop_assert_eq!(&next, &before);
                     }
-                    Err(_) => prop_assert!(!may, "refused although every condition holds"),
+                    Err(refusal) => {
+                        prop_assert!(!may, "refused although every condition holds");
+                        prop_assert!(PUBLISH_REFUSALS.contains(&refusal.code), "{:?}", refusal);
+                    }
                 }
             }
             Ask::Bury { key } => {

@@ -10,6 +10,7 @@
 mod agent_process;
 mod breakers;
 mod confinement;
+mod container;
 mod demo;
 mod full_disk;
 mod host;
@@ -52,6 +53,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("keeper", keeper::tests()),
         ("demo", demo::tests()),
         ("systemd", systemd::tests()),
+        ("container", container::tests()),
         ("package", package::tests()),
     ]
 }

@@ -84,6 +84,8 @@ pub struct Host {
     unsettled: Mutex<BTreeSet<SessionId>>,
     table: Mutex<Table>,
     sync: Mutex<()>,
+    /// Held while a slice is looked at and taken.
+    slices: Mutex<()>,
     stopping: AtomicBool,
     draining: AtomicBool,
 }
@@ -151,6 +153,7 @@ impl Host {
             unsettled: Mutex::default(),
             table: Mutex::new(table),
             sync: Mutex::new(()),
+            slices: Mutex::new(()),
             stopping: AtomicBool::new(false),
             draining: AtomicBool::new(false),
         }))
@@ -239,6 +242,11 @@ impl Host {
         self.sync.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The turn for taking a slice.
+    pub fn slice_turn(&self) -> MutexGuard<'_, ()> {
+        self.slices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// What is shown of the host.
     pub fn shown(&self) -> MutexGuard<'_, HostState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -255,7 +263,7 @@ impl Host {
             session: s.id,
             generation: s.generation,
             deadline,
-            cgroup: self.paths.cgroup(s.id),
+            cgroup: self.paths.cgroup(s),
         };
         self.table().set(&entry).map_err(text)
     }
@@ -277,10 +285,18 @@ impl Host {
 
     /// Makes a session's cgroup with its limits, and its parent if that was removed: systemd does
     /// so with the directory of a unit that has no process.
-    pub fn make_cgroup(&self, id: SessionId, limits: &Limits) -> crate::kernel::Result<Cgroup> {
-        self.enable_limits(limits)?;
-        let cgroup = Cgroup::create(&self.paths.cgroup(id))?;
-        limits::apply(cgroup.path(), limits)?;
+    ///
+    /// A slice that systemd removed is made again, too: whatever may be started in it later then
+    /// meets the freeze.
+    pub fn make_cgroup(&self, s: &Session) -> crate::kernel::Result<Cgroup> {
+        let path = self.paths.cgroup(s);
+        if s.external.is_some() {
+            cgroup::make_parent(&path)?;
+            return Cgroup::create(&path);
+        }
+        self.enable_limits(&s.limits)?;
+        let cgroup = Cgroup::create(&path)?;
+        limits::apply(cgroup.path(), &s.limits)?;
         Ok(cgroup)
     }
 
@@ -288,14 +304,14 @@ impl Host {
     pub fn enable_limits(&self, limits: &Limits) -> crate::kernel::Result<()> {
         let parent = &self.paths.cgroups;
         cgroup::make_parent(parent)?;
-        let depth = self.paths.parent.components().count();
-        let root = parent.ancestors().nth(depth).unwrap_or(parent);
-        limits::enable(root, parent, limits)
+        limits::enable(&self.paths.hierarchy, parent, limits)
     }
 
     /// A session's cgroup as the hierarchy names it, as in `/proc/PID/cgroup`.
-    pub fn cgroup_in_hierarchy(&self, id: SessionId) -> String {
-        format!("/{}/{id}", self.paths.parent.display())
+    pub fn cgroup_in_hierarchy(&self, s: &Session) -> String {
+        let path = self.paths.cgroup(s);
+        let below = path.strip_prefix(&self.paths.hierarchy).unwrap_or(&path);
+        format!("/{}", below.display())
     }
 }
 

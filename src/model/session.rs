@@ -14,6 +14,7 @@ use super::ids::{
 };
 use super::lease::{Bound, HolderKind};
 use super::limits::Limits;
+use super::slice::Slice;
 use super::time::{BootNs, millis};
 
 /// Where a session stands.
@@ -340,6 +341,10 @@ pub struct Session {
     /// What they may use at most; records of before there were limits have none.
     #[serde(default)]
     pub limits: Limits,
+    /// The slice that is its cgroup, where an engine with the systemd cgroup driver starts its
+    /// processes. `None`: a sealed cgroup of the agent's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub external: Option<Slice>,
     /// Time to live of a grant.
     #[serde(rename = "ttl_ms", with = "millis")]
     pub ttl: Duration,

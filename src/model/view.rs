@@ -11,6 +11,7 @@ use super::head::{Digest, HeadAt};
 use super::lease::HolderKind;
 use super::limits::Limits;
 use super::session::{CloseMode, OnBusy};
+use super::slice::Slice;
 
 /// A problem, as `application/problem+json` (RFC 9457) with a stable code.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
@@ -208,6 +209,11 @@ pub struct OpenSession {
     #[serde(default)]
     #[schema(value_type = Object)]
     pub limits: Limits,
+    /// The slice of a container engine with the systemd cgroup driver that becomes the session's
+    /// cgroup: started, empty, and no other session's. What runs there is the engine's to confine.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub external: Option<Slice>,
     /// Revoke a live predecessor, and do not wait for its freeze.
     #[serde(default)]
     pub force: bool,
@@ -270,6 +276,11 @@ pub struct SessionView {
     #[serde(default)]
     #[schema(value_type = Object)]
     pub limits: Limits,
+    /// The engine's slice that is its cgroup, if it is not a sealed one; confinement (I10) is then
+    /// not claimed.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub external: Option<Slice>,
     /// Until the local deadline, negative when it passed; absent once the lease is lost.
     pub remaining_ms: Option<i64>,
     /// Whether it may publish now, as far as this host knows.

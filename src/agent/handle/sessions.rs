@@ -71,6 +71,10 @@ impl Agent {
         let slot = self.slot(id)?;
         let s = slot.session();
         s.may_start_work().map_err(|code| denied(&s, code))?;
+        if let Some(slice) = &s.external {
+            let why = format!("session {id} is external: what runs in {slice} its engine starts");
+            return Err(Failure::new(Code::WrongState, why));
+        }
         let entry =
             draft("exec", &s, &actor(by), serde_json::json!({ "pid": by.pid, "run_as": s.run_as }));
         let journal = Journal { sessions: vec![], entries: vec![entry] };
@@ -83,7 +87,7 @@ impl Agent {
             session: id,
             workspace: s.workspace.clone(),
             generation: s.generation,
-            cgroup: paths.cgroup(id),
+            cgroup: paths.cgroup(&s),
             merged: slot.dirs.merged.clone(),
             run_dir: paths.inside_of(id),
             record: paths.init_of(id),

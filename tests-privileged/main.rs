@@ -11,6 +11,7 @@ mod agent_process;
 mod breakers;
 mod confinement;
 mod container;
+mod contract;
 mod demo;
 mod full_disk;
 mod host;
@@ -43,6 +44,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),
+        ("contract", contract::tests()),
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),

@@ -140,6 +140,11 @@ impl Inner {
         self.drafts.is_empty() && !self.recording && self.stored.as_ref() == Some(&self.session)
     }
 
+    /// Whether all that was asked of the session's worker was tried.
+    pub fn is_idle(&self) -> bool {
+        !self.working && self.queue.is_empty()
+    }
+
     /// What a step changes, to take it back if its record is not committed.
     pub fn checkpoint(&self) -> Before {
         let (session, stored) = (self.session.clone(), self.stored.clone());

@@ -303,8 +303,9 @@ impl Agent {
         let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(LONG);
         slot.wait_for(wait, |inner| {
             let s = &inner.session;
-            !s.holds_lease() && view::missing(s).is_none()
-                || s.busy_since.is_some() && to != Fact::Killed
+            // Busy is an answer once it was tried after this was asked, and not only before.
+            let busy = s.busy_since.is_some() && to != Fact::Killed && inner.is_idle();
+            !s.holds_lease() && view::missing(s).is_none() || busy
         })
         .await;
         Ok(self.fenced(&slot))

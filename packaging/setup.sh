@@ -76,7 +76,7 @@ need_rust() {
 
 build=(gcc libc6-dev make ca-certificates)
 run=(bubblewrap)
-test=(e2fsprogs util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils)
+test=(e2fsprogs util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils podman runc)
 
 cd "$(dirname "$0")/.."
 case ${1:-} in

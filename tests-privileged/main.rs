@@ -10,6 +10,8 @@
 mod agent_process;
 mod breakers;
 mod confinement;
+mod container;
+mod contract;
 mod demo;
 mod full_disk;
 mod host;
@@ -42,6 +44,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),
+        ("contract", contract::tests()),
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
@@ -52,6 +55,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("keeper", keeper::tests()),
         ("demo", demo::tests()),
         ("systemd", systemd::tests()),
+        ("container", container::tests()),
         ("package", package::tests()),
     ]
 }

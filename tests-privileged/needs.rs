@@ -1,17 +1,29 @@
 //! What tests need of the host beyond what every supported host has, and where that may be missing.
 //!
-//! A need is a feature of `overfence doctor`, whose answer for this host decides. A test whose need
-//! is missing fails, unless `skips.toml` lists the need, with its reason, for this kind of host.
+//! A need is a feature of `overfence doctor`, whose answer for this host decides, or one of
+//! [`beside_doctor`]. A test whose need is missing fails, unless `skips.toml` lists the need, with its
+//! reason, for this kind of host.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::process::Command;
 
+use caps::Capability;
 use serde::Deserialize;
 
-/// Tests by their full name. A test that is not here runs everywhere.
+/// Tests by their full name, or all of a room by `room::`. A test that is not here runs everywhere.
 const NEEDS: &[(&str, &[&str])] = &[
-    ("confinement::i10_no_way_out_for_a_mapped_root", &["user-namespace", "idmapped-layers"]),
+    ("confinement::i10_no_way_out_for_a_user", &["unconfined-root"]),
+    (
+        "confinement::i10_no_way_out_for_a_mapped_root",
+        &["unconfined-root", "user-namespace", "idmapped-layers"],
+    ),
+    ("confinement::i10_capabilities_and_filters_are_as_decided", &["unconfined-root"]),
+    ("full_disk::a_filler_on_ext4_stops_nobody_else", &["loop-devices"]),
     ("leases::a_mapped_root_is_root_in_the_layer", &["user-namespace", "idmapped-layers"]),
+    ("container::", &["podman"]),
+    ("systemd::", &["systemd-nspawn"]),
+    ("package::", &["systemd-nspawn"]),
 ];
 
 const SKIPS: &str = include_str!("skips.toml");
@@ -53,6 +65,30 @@ struct Answer {
     detail: String,
 }
 
+/// What tests need and overfence does not.
+fn beside_doctor() -> [(String, (bool, String)); 4] {
+    let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
+    let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
+    let field =
+        |name| status.lines().find_map(|line| line.strip_prefix(name)).map_or("", str::trim);
+    let have = u64::from_str_radix(field("CapEff:"), 16).expect("a set of capabilities");
+    let lacks = UNCONFINED.into_iter().find(|cap| have & cap.bitmask() == 0);
+    let unconfined = field("Seccomp:") == "0" && lacks.is_none();
+    let detail = format!("root is confined: seccomp mode {}, lacks {lacks:?}", field("Seccomp:"));
+    [
+        ("podman", there("/usr/bin/podman")),
+        ("systemd-nspawn", there("/usr/bin/systemd-nspawn")),
+        ("loop-devices", there("/dev/loop-control")),
+        ("unconfined-root", (unconfined, detail)),
+    ]
+    .map(|(need, answer)| (need.to_owned(), answer))
+}
+
+/// What root has on a host, and in no container but a privileged one: ways out of a session are
+/// first shown to be open to it.
+const UNCONFINED: [Capability; 3] =
+    [Capability::CAP_DAC_READ_SEARCH, Capability::CAP_SYS_PACCT, Capability::CAP_SYSLOG];
+
 /// What is to be done with a test.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -80,7 +116,9 @@ impl Needs {
             .output()
             .expect("doctor can be started");
         let doctor = String::from_utf8(out.stdout).expect("doctor speaks UTF-8");
-        Self::new(&kind, &doctor, SKIPS)
+        let mut needs = Self::new(&kind, &doctor, SKIPS);
+        needs.answers.extend(beside_doctor());
+        needs
     }
 
     fn new(kind: &str, doctor: &str, skips: &str) -> Self {
@@ -99,7 +137,7 @@ impl Needs {
 
     /// What is to be done with the test of this full name.
     pub fn verdict(&self, test: &str) -> Verdict {
-        let needs = NEEDS.iter().find(|(name, _)| *name == test).map_or(&[][..], |(_, n)| n);
+        let needs = NEEDS.iter().find(|(name, _)| covers(name, test)).map_or(&[][..], |(_, n)| n);
         self.judge(needs)
     }
 
@@ -142,12 +180,17 @@ impl Needs {
             }
         }
         for (test, _) in NEEDS {
-            if !tests.iter().any(|t| t == test) {
+            if !tests.iter().any(|t| covers(test, t)) {
                 wrong.push(format!("needs.rs names the test {test}, which does not exist"));
             }
         }
         wrong
     }
+}
+
+/// Whether a line of [`NEEDS`] is about a test.
+fn covers(name: &str, test: &str) -> bool {
+    name == test || (name.ends_with("::") && test.starts_with(name))
 }
 
 /// The rule itself, on made-up answers.

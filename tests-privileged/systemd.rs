@@ -1,6 +1,7 @@
 //! overfence as systemd units, on a host that systemd-nspawn boots: what restarts, is upgraded,
 //! stopped or hangs beside the sessions, and what the sessions notice of it, which is nothing.
 
+mod external;
 pub mod machine;
 
 use std::fs;
@@ -25,6 +26,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "stop_leaves_sessions_and_the_socket_starts_the_agent", run: stopped },
         Test { name: "drain_takes_every_session_down_and_keeps_what_it_wrote", run: drained },
         Test { name: "limits_bound_a_session_or_are_refused_by_name", run: limited },
+        Test { name: "an_external_slice_is_fenced_and_given_back", run: external::given_back },
         Test { name: "the_watchdog_restarts_a_stopped_agent", run: watchdog },
         Test { name: "i9_a_reboot_ends_leases_and_keeps_uppers", run: rebooted },
     ]

@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 use overfence::kernel::clock;
 use overfence::kernel::launch::{Fork, exit_now, fork};
 use overfence::workload::{self, Command, Exit, Holder, Place, Standing};
-use overfence::workload::{exec, last_sign, live_init, run};
+use overfence::workload::{Beats, exec, live_init, run};
 
 use crate::host;
 use crate::room::{Room, sh};
@@ -428,7 +428,7 @@ fn the_init_beats_while_its_command_runs(host: &host::Place) {
     room.place.ttl = Duration::from_millis(300);
     let record = room.place.record.clone();
     let pid = client(run, &room.place, &sh(TRAPS));
-    let sign = || last_sign(&record).filter(|sign| sign.0 > 0);
+    let sign = || Beats::of(&record)?.last().filter(|sign| sign.0 > 0);
     until("the first sign", || sign().is_some());
     let (first, begun) = (sign().unwrap(), Instant::now());
     let mut signs = BTreeSet::from([first]);

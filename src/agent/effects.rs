@@ -86,10 +86,10 @@ impl Host {
         if let Some(cgroup) = &inner.cgroup {
             return Ok(Arc::clone(cgroup));
         }
-        let path = self.paths.cgroup(slot.id);
+        let path = self.paths.cgroup(&inner.session);
         let cgroup = match Cgroup::open(&path).map_err(text)? {
             Some(cgroup) => cgroup,
-            None => self.make_cgroup(slot.id, &inner.session.limits).map_err(text)?,
+            None => self.make_cgroup(&inner.session).map_err(text)?,
         };
         let cgroup = Arc::new(cgroup);
         inner.cgroup = Some(Arc::clone(&cgroup));
@@ -172,7 +172,7 @@ impl Host {
                 }
                 ReadOnly::Busy(_) if clock::now() < until => std::thread::sleep(AGAIN),
                 ReadOnly::Busy(proof) => {
-                    let place = self.paths.cgroup(slot.id);
+                    let place = self.paths.cgroup(&slot.session());
                     let holders =
                         holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
                     return Ok(vec![Event::Busy { proof, holders }]);
@@ -388,7 +388,7 @@ impl Host {
 
     /// Who keeps a superblock alive that was unmounted here.
     fn who_keeps_it(&self, slot: &Slot) -> String {
-        let place = self.paths.cgroup(slot.id);
+        let place = self.paths.cgroup(&slot.session());
         let s_dev = slot.lock().s_dev;
         let found = s_dev.map(|s_dev| holders::all(s_dev, &slot.dirs.upper, &place));
         let names: Vec<_> = match found {
@@ -407,15 +407,21 @@ impl Host {
         self.deadlines.remove(slot.id);
         self.table().remove(slot.id).map_err(text)?;
         self.events.remove(slot.id);
-        let cgroup = slot.lock().cgroup.take();
-        match cgroup.map(Arc::try_unwrap) {
-            Some(Ok(cgroup)) => cgroup.remove(TEARDOWN).map_err(text)?,
+        let (cgroup, s) = {
+            let mut inner = slot.lock();
+            (inner.cgroup.take(), inner.session.clone())
+        };
+        let cgroup = match cgroup.map(Arc::try_unwrap) {
+            Some(Ok(cgroup)) => Some(cgroup),
             // Somebody reads it at this moment; the directory is removed by its path.
-            Some(Err(_)) | None => {
-                if let Some(cgroup) = Cgroup::open(&self.paths.cgroup(slot.id)).map_err(text)? {
-                    cgroup.remove(TEARDOWN).map_err(text)?;
-                }
-            }
+            Some(Err(_)) | None => Cgroup::open(&self.paths.cgroup(&s)).map_err(text)?,
+        };
+        match (cgroup, &s.external) {
+            (Some(cgroup), None) => cgroup.remove(TEARDOWN).map_err(text)?,
+            // The directory is systemd's, and the slice may be another session's next; after a reboot
+            // it may be so already.
+            (Some(cgroup), Some(_)) if s.boot == self.boot => cgroup.give_back().map_err(text)?,
+            (Some(_), Some(_)) | (None, _) => {}
         }
         super::show::remove(&self.paths, slot.id).map_err(text)?;
         let _ = self.sockets.send(SessionSocket::Gone { session: slot.id });

@@ -1,7 +1,7 @@
 //! What all parts of the agent share: the configuration, the authority, the store, the sessions,
 //! and the few things of the kernel that are held once a host.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -22,7 +22,7 @@ use crate::kernel::events::CgroupEvents;
 use crate::kernel::gone::{Gone, Probe, UnmountWatch, index_probe};
 use crate::kernel::limits;
 use crate::model::facts::Proof;
-use crate::model::ids::{BootId, HostId, SessionId};
+use crate::model::ids::{BootId, HostId, SessionId, WorkspaceId};
 use crate::model::limits::Limits;
 use crate::model::session::Session;
 use crate::model::time::BootNs;
@@ -80,8 +80,12 @@ pub struct Host {
     pub(super) sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
     pub(super) state: Mutex<HostState>,
     sessions: RwLock<BTreeMap<SessionId, Arc<Slot>>>,
+    /// Those that a tick may have something to do for; a thousand others only live.
+    unsettled: Mutex<BTreeSet<SessionId>>,
     table: Mutex<Table>,
     sync: Mutex<()>,
+    /// Held while a slice is looked at and taken.
+    slices: Mutex<()>,
     stopping: AtomicBool,
     draining: AtomicBool,
 }
@@ -146,8 +150,10 @@ impl Host {
             sockets,
             state: Mutex::default(),
             sessions: RwLock::default(),
+            unsettled: Mutex::default(),
             table: Mutex::new(table),
             sync: Mutex::new(()),
+            slices: Mutex::new(()),
             stopping: AtomicBool::new(false),
             draining: AtomicBool::new(false),
         }))
@@ -184,8 +190,33 @@ impl Host {
         self.sessions.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
+    /// The sessions of a workspace that are not closed.
+    pub fn slots_of(&self, workspace: &WorkspaceId) -> Vec<Arc<Slot>> {
+        let sessions = self.sessions.read().unwrap_or_else(PoisonError::into_inner);
+        sessions.values().filter(|slot| slot.workspace == *workspace).cloned().collect()
+    }
+
+    fn unsettled_ids(&self) -> MutexGuard<'_, BTreeSet<SessionId>> {
+        self.unsettled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The sessions that a tick may have something to do for.
+    pub fn unsettled(&self) -> Vec<Arc<Slot>> {
+        let ids = self.unsettled_ids().clone();
+        ids.into_iter().filter_map(|id| self.slot(id)).collect()
+    }
+
+    /// Keeps [`Host::unsettled`] true; to be called after each step.
+    pub fn settle(&self, session: &Session) {
+        match session.is_settled() {
+            true => self.unsettled_ids().remove(&session.id),
+            false => self.unsettled_ids().insert(session.id),
+        };
+    }
+
     /// Adds a session.
     pub fn adopt(&self, slot: &Arc<Slot>) {
+        self.settle(&slot.lock().session);
         self.sessions
             .write()
             .unwrap_or_else(PoisonError::into_inner)
@@ -195,6 +226,7 @@ impl Host {
     /// Drops a closed session.
     pub fn forget(&self, id: SessionId) {
         let known = self.sessions.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        self.unsettled_ids().remove(&id);
         if known.is_some() {
             self.shown().closed += 1;
         }
@@ -208,6 +240,11 @@ impl Host {
     /// The turn for an operation that syncs the whole file system of the uppers.
     pub fn sync_turn(&self) -> MutexGuard<'_, ()> {
         self.sync.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The turn for taking a slice.
+    pub fn slice_turn(&self) -> MutexGuard<'_, ()> {
+        self.slices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What is shown of the host.
@@ -226,7 +263,7 @@ impl Host {
             session: s.id,
             generation: s.generation,
             deadline,
-            cgroup: self.paths.cgroup(s.id),
+            cgroup: self.paths.cgroup(s),
         };
         self.table().set(&entry).map_err(text)
     }
@@ -248,10 +285,18 @@ impl Host {
 
     /// Makes a session's cgroup with its limits, and its parent if that was removed: systemd does
     /// so with the directory of a unit that has no process.
-    pub fn make_cgroup(&self, id: SessionId, limits: &Limits) -> crate::kernel::Result<Cgroup> {
-        self.enable_limits(limits)?;
-        let cgroup = Cgroup::create(&self.paths.cgroup(id))?;
-        limits::apply(cgroup.path(), limits)?;
+    ///
+    /// A slice that systemd removed is made again, too: whatever may be started in it later then
+    /// meets the freeze.
+    pub fn make_cgroup(&self, s: &Session) -> crate::kernel::Result<Cgroup> {
+        let path = self.paths.cgroup(s);
+        if s.external.is_some() {
+            cgroup::make_parent(&path)?;
+            return Cgroup::create(&path);
+        }
+        self.enable_limits(&s.limits)?;
+        let cgroup = Cgroup::create(&path)?;
+        limits::apply(cgroup.path(), &s.limits)?;
         Ok(cgroup)
     }
 
@@ -259,14 +304,14 @@ impl Host {
     pub fn enable_limits(&self, limits: &Limits) -> crate::kernel::Result<()> {
         let parent = &self.paths.cgroups;
         cgroup::make_parent(parent)?;
-        let depth = self.paths.parent.components().count();
-        let root = parent.ancestors().nth(depth).unwrap_or(parent);
-        limits::enable(root, parent, limits)
+        limits::enable(&self.paths.hierarchy, parent, limits)
     }
 
     /// A session's cgroup as the hierarchy names it, as in `/proc/PID/cgroup`.
-    pub fn cgroup_in_hierarchy(&self, id: SessionId) -> String {
-        format!("/{}/{id}", self.paths.parent.display())
+    pub fn cgroup_in_hierarchy(&self, s: &Session) -> String {
+        let path = self.paths.cgroup(s);
+        let below = path.strip_prefix(&self.paths.hierarchy).unwrap_or(&path);
+        format!("/{}", below.display())
     }
 }
 

@@ -20,6 +20,7 @@
 mod agenda;
 mod deadlines;
 mod effects;
+mod external;
 pub mod failure;
 pub mod handle;
 mod host;

@@ -26,6 +26,7 @@ use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
 use crate::model::limits::Limits;
 use crate::model::session::{FenceWish, Loss, Policy, RunAs, Session, State};
+use crate::model::slice::Slice;
 use crate::model::step::Event;
 use crate::model::view::OpenSession;
 use crate::model::workspace::{Acquire, Acquired, Predecessor, Refusal};
@@ -55,6 +56,7 @@ pub struct Wish {
     max_lifetime: Duration,
     run_as: RunAs,
     limits: Limits,
+    external: Option<Slice>,
     policy: Policy,
     force: bool,
     wait: Duration,
@@ -70,7 +72,10 @@ impl Wish {
         let uid = wish.uid.unwrap_or(host.config.workload.uid);
         let gid =
             wish.gid.unwrap_or(if wish.uid.is_some() { uid } else { host.config.workload.gid });
-        let limits = wish.limits.or(host.config.limits);
+        let limits = match &wish.external {
+            None => wish.limits.or(host.config.limits),
+            Some(slice) => super::external::no_terms(slice, &wish)?,
+        };
         // Before a lease is taken for a session that could not be bounded.
         host.enable_limits(&limits).map_err(|e| match &e {
             crate::kernel::Error::NoController { .. } => Failure::new(Code::Unsupported, text(e)),
@@ -102,6 +107,7 @@ impl Wish {
                     || host.config.workload.network == crate::config::Network::Host,
             },
             limits,
+            external: wish.external,
             policy,
             force: wish.force,
             wait: wish.wait_ms.map_or(host.config.open.predecessor_wait, Duration::from_millis),
@@ -133,6 +139,7 @@ impl Host {
     pub fn open(self: &Arc<Self>, by: &Caller, wish: Wish) -> Result<Made, Failure> {
         self.refuse_when_short()?;
         self.not_draining()?;
+        let turn = wish.external.as_ref().map(|slice| self.take_slice(slice)).transpose()?;
         let id = SessionId::fresh();
         let token = fresh_token()?;
         let sent = clock::now();
@@ -148,6 +155,7 @@ impl Host {
         let slot = Slot::new(session, clock, dirs, true);
         slot.lock().building = true;
         self.adopt(&slot);
+        drop(turn);
         let built = self.note_mark(&slot).and_then(|marked| {
             let built = self
                 .not_draining()
@@ -202,7 +210,11 @@ impl Host {
         let rider = |outcome: &Result<Acquired, Refusal>| match outcome {
             Ok(acquired) => {
                 let session = self.session_of(wish, id, token, acquired);
-                let detail = serde_json::json!({ "asked": ask, "granted": acquired });
+                let mut detail = serde_json::json!({ "asked": ask, "granted": acquired });
+                if let Some(slice) = &session.external {
+                    detail["external"] =
+                        serde_json::json!({ "slice": slice, "not_claimed": ["I10"] });
+                }
                 let entries = vec![draft("acquire", &session, &by.to_string(), detail)];
                 made = Some(session.clone());
                 Journal { sessions: vec![session], entries }
@@ -231,6 +243,7 @@ impl Host {
             token: hash_token(token),
             run_as: wish.run_as,
             limits: wish.limits,
+            external: wish.external.clone(),
             ttl: wish.ttl,
             ends: acquired.lease.ends.ns,
             base: acquired.at.clone(),
@@ -278,13 +291,9 @@ impl Host {
     fn fence_predecessors(self: &Arc<Self>, slot: &Arc<Slot>, wish: &Wish) -> Result<(), Failure> {
         let own = slot.session();
         let former: Vec<_> = self
-            .slots()
+            .slots_of(&own.workspace)
             .into_iter()
-            .filter(|other| {
-                // Not by a copy each: there can be a thousand others.
-                let other = &other.lock().session;
-                other.workspace == own.workspace && other.generation < own.generation
-            })
+            .filter(|other| other.lock().session.generation < own.generation)
             .collect();
         for other in &former {
             let loss = Loss::Superseded {
@@ -360,9 +369,7 @@ impl Host {
         {
             let mut inner = slot.lock();
             self.refresh_deadline(&inner);
-            let cgroup = self
-                .make_cgroup(s.id, &s.limits)
-                .map_err(|e| Failure::new(Code::Internal, text(e)))?;
+            let cgroup = self.make_cgroup(&s).map_err(|e| Failure::new(Code::Internal, text(e)))?;
             inner.cgroup = Some(Arc::new(cgroup));
         }
         self.give_root(&dirs.upper, &lowers, s.run_as)?;

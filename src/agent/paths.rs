@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 use crate::config::Config;
 use crate::model::ids::SessionId;
+use crate::model::session::Session;
 
 /// All paths that are not a session's own.
 #[derive(Clone, Debug)]
@@ -43,13 +44,13 @@ pub struct Paths {
     pub runtime: PathBuf,
     /// Parent of the sealed cgroups.
     pub cgroups: PathBuf,
-    /// The same, relative to the cgroup2 root.
-    pub parent: PathBuf,
+    /// Where the cgroup2 hierarchy is.
+    pub hierarchy: PathBuf,
 }
 
 impl Paths {
     /// From the configuration, the cgroup2 root, and the parent of the sealed cgroups below it.
-    pub fn new(config: &Config, cgroup_root: &Path, parent: PathBuf) -> Self {
+    pub fn new(config: &Config, cgroup_root: &Path, parent: &Path) -> Self {
         let (state, run) = (&config.state_dir, &config.runtime_dir);
         Self {
             sessions: state.join("sessions"),
@@ -61,14 +62,22 @@ impl Paths {
             deadlines: run.join("deadlines"),
             cell: run.join("cell"),
             runtime: run.join("sessions"),
-            cgroups: cgroup_root.join(&parent),
-            parent,
+            cgroups: cgroup_root.join(parent),
+            hierarchy: cgroup_root.to_owned(),
             state: state.clone(),
         }
     }
 
-    /// The sealed cgroup of a session.
-    pub fn cgroup(&self, id: SessionId) -> PathBuf {
+    /// The cgroup of a session: a sealed one, or the slice that it was opened with.
+    pub fn cgroup(&self, s: &Session) -> PathBuf {
+        match &s.external {
+            Some(slice) => self.hierarchy.join(slice.path()),
+            None => self.sealed(s.id),
+        }
+    }
+
+    /// Where a session's sealed cgroup is, if it has one.
+    pub fn sealed(&self, id: SessionId) -> PathBuf {
         self.cgroups.join(id.to_string())
     }
 

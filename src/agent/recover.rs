@@ -79,7 +79,7 @@ impl Host {
                         unreadable.id,
                         unreadable.why
                     );
-                    self.freeze_unreadable(&unreadable.id);
+                    self.freeze_unreadable(&unreadable.id, &entries);
                 }
             }
         }
@@ -183,7 +183,7 @@ impl Host {
     /// Opens again what the former agent held: cgroup, overlay root, watches, socket.
     fn reopen(&self, slot: &Arc<Slot>) {
         let warn = |what: &str, why: String| tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{what}: {why}");
-        match Cgroup::open(&self.paths.cgroup(slot.id)) {
+        match Cgroup::open(&self.paths.cgroup(&slot.session())) {
             Ok(cgroup) => slot.lock().cgroup = cgroup.map(Arc::new),
             Err(fault) => warn("cgroup", text(fault)),
         }
@@ -217,8 +217,7 @@ impl Host {
     /// A missing cgroup with a good record is made again; a fenced one is frozen as recorded by
     /// the step that follows.
     fn remake_cgroup(&self, slot: &Arc<Slot>) {
-        let limits = slot.session().limits;
-        match self.make_cgroup(slot.id, &limits) {
+        match self.make_cgroup(&slot.session()) {
             Ok(cgroup) => slot.lock().cgroup = Some(Arc::new(cgroup)),
             Err(fault) => {
                 tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the cgroup could not be made again: {}", text(fault))
@@ -227,9 +226,15 @@ impl Host {
     }
 
     /// Nothing is known of it, so it may not write.
-    fn freeze_unreadable(&self, id: &str) {
+    fn freeze_unreadable(&self, id: &str, entries: &[Entry]) {
         let Ok(id) = id.parse::<SessionId>() else { return };
-        if let Ok(Some(cgroup)) = Cgroup::open(&self.paths.cgroup(id))
+        // The keeper's table still says which cgroup it has.
+        let entered = entries.iter().find_map(|entry| match entry {
+            Entry::Valid(d) if d.session == id => Some(d.cgroup.clone()),
+            Entry::Valid(_) | Entry::Torn { .. } | Entry::Free => None,
+        });
+        let path = entered.unwrap_or_else(|| self.paths.sealed(id));
+        if let Ok(Some(cgroup)) = Cgroup::open(&path)
             && let Err(fault) = cgroup.write_freeze(true)
         {
             tracing::error!("{}", text(fault));

@@ -16,7 +16,7 @@ use crate::model::session::{Loss, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
 use crate::model::workspace::Refusal;
-use crate::workload::last_sign;
+use crate::workload::Beats;
 
 /// The shortest time from one look at a lease to the next.
 const PASS: Duration = Duration::from_millis(50);
@@ -176,7 +176,10 @@ impl Host {
         if inner.session.holder != HolderKind::Process {
             return;
         }
-        let sign = last_sign(&self.paths.init_of(inner.session.id));
+        if inner.beats.is_none() {
+            inner.beats = Beats::of(&self.paths.init_of(inner.session.id));
+        }
+        let sign = inner.beats.as_ref().and_then(Beats::last);
         // One that came after the deadline revives nothing.
         let counts = |sign: &BootNs| *sign > inner.lease.signs.holder && *sign < inner.deadline().0;
         if let Some(sign) = sign.filter(counts) {

@@ -122,7 +122,7 @@ impl Host {
             lease: s.lease,
             generation: s.generation,
             base: s.base.clone(),
-            cgroup: self.cgroup_in_hierarchy(s.id),
+            cgroup: self.cgroup_in_hierarchy(s),
             issued: jiff::Timestamp::now().to_string(),
         };
         let signed = self.store.keys().ticket.sign_ticket(&ticket).map_err(text)?;

@@ -28,6 +28,7 @@ use crate::model::step::{Effect, Event, Published, Purpose, step};
 use crate::model::time::BootNs;
 use crate::store::Durability;
 use crate::upper::remove::SessionDirs;
+use crate::workload::Beats;
 
 /// How long [`Host::apply`] itself asks for the proof of a freeze; an idle process is frozen in
 /// some 30 microseconds. What takes longer is awaited by the session's worker.
@@ -53,6 +54,8 @@ pub struct Inner {
     pub session: Session,
     /// The local deadline's sources.
     pub lease: LeaseClock,
+    /// The signs of its init, once that was started; of a `process` lease.
+    pub beats: Option<Beats>,
     /// The sealed cgroup, once it exists.
     pub cgroup: Option<Arc<Cgroup>>,
     /// The overlay's root; holds it busy.
@@ -137,6 +140,11 @@ impl Inner {
         self.drafts.is_empty() && !self.recording && self.stored.as_ref() == Some(&self.session)
     }
 
+    /// Whether all that was asked of the session's worker was tried.
+    pub fn is_idle(&self) -> bool {
+        !self.working && self.queue.is_empty()
+    }
+
     /// What a step changes, to take it back if its record is not committed.
     pub fn checkpoint(&self) -> Before {
         let (session, stored) = (self.session.clone(), self.stored.clone());
@@ -198,6 +206,7 @@ impl Slot {
                 stored: stored.then(|| session.clone()),
                 session,
                 lease,
+                beats: None,
                 cgroup: None,
                 mounted: None,
                 s_dev: None,
@@ -324,6 +333,7 @@ impl Host {
             }
             self.metrics.event(&event, from, inner.session.state);
         }
+        self.settle(&inner.session);
         applied
     }
 

@@ -99,7 +99,7 @@ fn prepare(
         Some(parent) => parent.clone(),
         None => unit::sessions_parent()?,
     };
-    let paths = Paths::new(&config, &cgroup::find_root()?, parent);
+    let paths = Paths::new(&config, &cgroup::find_root()?, &parent);
     make(&paths.state, 0o700)?;
     make(&config.runtime_dir, 0o755)?;
     let files = crate::store::Paths {

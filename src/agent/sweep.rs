@@ -33,7 +33,7 @@ pub async fn run(host: Arc<Host>) {
         host.pulse.beat(Part::Sweep);
         ticks = ticks.wrapping_add(1);
         let now = clock::now();
-        for slot in host.slots() {
+        for slot in host.unsettled() {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {
                 host.apply(&slot, Event::Tick { now }, "agent");
             }
@@ -130,7 +130,7 @@ pub fn check_read_only(host: &Arc<Host>, slot: &Arc<Slot>) {
 
 /// `after_doubt = resume-if-unclaimed`: an ordinary acquisition, with the policy as authoriser.
 async fn resume_doubted(host: &Arc<Host>) {
-    for slot in host.slots() {
+    for slot in host.unsettled() {
         if !slot.lock().session.resumable_by_policy() {
             continue;
         }

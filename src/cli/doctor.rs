@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::kernel::cgroup;
 use crate::kernel::doctor::{self, Answer};
 use crate::store::reserve;
+use crate::workload;
 
 /// `doctor`
 #[derive(Debug, Args)]
@@ -21,6 +22,9 @@ pub struct Doctor {
     config: Option<PathBuf>,
 }
 
+/// What the walls stand on.
+const BELOW_WALLS: [&str; 4] = ["capabilities", "cgroup-freeze", "state-directory", "bubblewrap"];
+
 /// Asks the kernel. Exit code 1 when something is missing that overfence cannot do without.
 pub(super) fn main(context: &Context, wish: Doctor) -> Result<u8, Failure> {
     let config = Config::load(wish.config.as_deref()).unwrap_or_else(|fault| {
@@ -29,12 +33,31 @@ pub(super) fn main(context: &Context, wish: Doctor) -> Result<u8, Failure> {
     });
     let root = cgroup::find_root().unwrap_or_else(|_| "/sys/fs/cgroup".into());
     let parent = root.join(config.cgroup.clone().unwrap_or_default());
-    let mut answers = doctor::ask(standing(&config.state_dir), standing(&parent));
+    let (state, parent) = (standing(&config.state_dir), standing(&parent));
+    let mut answers = doctor::ask(state, parent);
+    // Of walls that cannot stand for what is missing already, nothing is to be learned.
+    let bare = |answer: &Answer| BELOW_WALLS.contains(&answer.feature) && !answer.ok;
+    if !answers.iter().any(bare) {
+        answers.push(walls("walls", state, parent, false));
+        answers.push(walls("mapped-walls", state, parent, true));
+    }
     let (state, wanted) = (&config.state_dir, config.reserve_mib.saturating_mul(1 << 20));
     answers.push(doctor::reserve(standing(state), &state.join(reserve::NAME), wanted));
     let report = Report::of(answers);
     context.show(&report, table)?;
     Ok(u8::from(!report.ok))
+}
+
+/// Whether a command can be confined here.
+fn walls(feature: &'static str, state: &Path, cgroups: &Path, mapped: bool) -> Answer {
+    let (ok, detail) = match workload::try_walls(state, cgroups, mapped) {
+        Ok(()) => (true, "`true` was run behind them".to_owned()),
+        Err(why) => match doctor::restraints().join(", ") {
+            none if none.is_empty() => (false, why),
+            some => (false, format!("{why}; in force here: {some}")),
+        },
+    };
+    Answer { feature, needed: true, ok, detail }
 }
 
 /// What the kernel answered, and what that comes to.

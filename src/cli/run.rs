@@ -68,7 +68,7 @@ fn command(argv: Vec<OsString>) -> Command {
 pub(super) fn run(context: &Context, wish: Run) -> Result<u8, Failure> {
     only_root("run")?;
     let client = context.client()?;
-    let session = open(&client, wish.terms, wish.holder)?.session;
+    let session = open(&client, wish.terms, wish.holder, None)?.session;
     context.note(&format!(
         "overfence: session {} of {}, generation {}, on version {}",
         session.id, session.workspace, session.generation, session.base.version

@@ -12,6 +12,7 @@ use crate::model::code::Code;
 use crate::model::lease::HolderKind;
 use crate::model::limits::{Cpus, Limits, Size};
 use crate::model::session::CloseMode;
+use crate::model::slice::Slice;
 use crate::model::view::{
     Checkpointed, CloseSession, CreateWorkspace, OpenSession, Opened, SessionView,
 };
@@ -118,6 +119,10 @@ pub struct Open {
     /// Whose life the lease follows: the command's, or whoever calls `lease beat`.
     #[arg(long, value_name = "WHO", default_value = "beat")]
     holder: Holder,
+    /// The started, empty slice that an engine with the systemd cgroup driver uses: it becomes the
+    /// session's cgroup. Confinement is then the engine's, and not claimed.
+    #[arg(long, value_name = "SLICE")]
+    external: Option<Slice>,
 }
 
 /// `session close`
@@ -144,7 +149,9 @@ pub struct Close {
 pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
     let client = context.client()?;
     match verb {
-        Verb::Open(Open { terms, holder }) => context.show(&open(&client, terms, holder)?, opened),
+        Verb::Open(Open { terms, holder, external }) => {
+            context.show(&open(&client, terms, holder, external)?, opened)
+        }
         Verb::List { selector } => {
             let mut all: Vec<SessionView> = client.get(&path(&["sessions"]))?;
             all.retain(|session| parse::selected(&session.labels, &selector));
@@ -169,7 +176,12 @@ pub(super) fn get(client: &Client, session: &str) -> Result<SessionView, Failure
 }
 
 /// Opens a session.
-pub(super) fn open(client: &Client, terms: Terms, holder: Holder) -> Result<Opened, Failure> {
+pub(super) fn open(
+    client: &Client,
+    terms: Terms,
+    holder: Holder,
+    external: Option<Slice>,
+) -> Result<Opened, Failure> {
     let labels: std::collections::BTreeMap<_, _> = terms.label.into_iter().collect();
     let create = match terms.create {
         false => None,
@@ -195,6 +207,7 @@ pub(super) fn open(client: &Client, terms: Terms, holder: Holder) -> Result<Open
         gid: terms.user.map(|user| user.gid),
         host_network: terms.network == Some(Network::Host),
         limits: Limits { memory: terms.memory, pids: terms.pids, cpu: terms.cpu },
+        external,
         force: terms.force,
         wait_ms: None,
         on_busy: terms.on_busy.map(Into::into),
@@ -333,6 +346,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("lease", Some(format!("{}, {} each time", session.lease, table::ms(session.ttl_ms)))),
         ("left", session.remaining_ms.map(|left| table::left(Some(left)))),
         ("limits", limits(&session.limits)),
+        ("external", session.external.as_ref().map(|slice| format!("{slice}; I10 is not claimed"))),
         ("may publish", Some(if session.may_publish { "yes" } else { "no" }.into())),
         ("in doubt", session.doubt.clone()),
         ("lost", session.loss.clone()),

@@ -118,16 +118,38 @@ pub struct Cgroup {
 
 /// The mount point of the cgroup v2 hierarchy, wherever this host has it.
 pub fn find_root() -> Result<PathBuf> {
+    find_mount().map(|mount| mount.point)
+}
+
+fn find_mount() -> Result<mountinfo::Mount> {
     let mounts = mountinfo::read(None)?;
     let whole = |m: &&mountinfo::Mount| m.root == Path::new("/");
     let v2: Vec<_> = mounts.iter().filter(|m| m.superblock.is("cgroup2")).collect();
     // A bind of a part of the hierarchy may come first; prefer the whole.
-    v2.iter()
-        .copied()
-        .find(whole)
-        .or(v2.first().copied())
-        .map(|m| m.point.clone())
-        .ok_or(Error::V1Only)
+    let found = v2.iter().copied().find(whole).or(v2.first().copied());
+    found.cloned().ok_or(Error::V1Only)
+}
+
+/// A cgroup's directory as `/proc/PID/cgroup` names it. What is mounted can be a part of the
+/// hierarchy, bound into a container.
+pub fn named(directory: &Path) -> Result<PathBuf> {
+    let mount = find_mount()?;
+    Ok(mount.root.join(directory.strip_prefix(&mount.point).unwrap_or(directory)))
+}
+
+/// The directory of the calling process's own cgroup.
+pub fn own() -> Result<PathBuf> {
+    let path = "/proc/self/cgroup";
+    let text = std::fs::read_to_string(path).at("read", path)?;
+    let name = text.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
+    let mount = find_mount()?;
+    match Path::new(name).strip_prefix(&mount.root) {
+        Ok(below) => Ok(mount.point.join(below)),
+        Err(_) => Err(Error::Garbled {
+            path: path.into(),
+            reason: format!("{name} is not in what is mounted at {}", mount.point.display()),
+        }),
+    }
 }
 
 /// Makes what sealed cgroups are made in, with what it is in itself; one that is there stays.
@@ -191,6 +213,21 @@ impl Cgroup {
             }
         }
         failpoint::hit("kernel.cgroup-remove.after");
+        Ok(())
+    }
+
+    /// Leaves it as it was before it was a session's: no stamp, no ticket, no freeze. Nothing of the
+    /// session runs in it any more.
+    pub fn give_back(self) -> Result<()> {
+        failpoint::hit("kernel.cgroup-give-back.before");
+        for name in [STAMP, TICKET] {
+            match rustix::fs::fremovexattr(&self.dir, name) {
+                Ok(()) | Err(Errno::NODATA) => {}
+                Err(e) => return Err(e).at("remove a stamp of cgroup", &self.path),
+            }
+        }
+        self.write_freeze(false)?;
+        failpoint::hit("kernel.cgroup-give-back.after");
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 //! since its numbers mean nothing in another boot.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use rustix::io::Errno;
@@ -9,11 +10,18 @@ use rustix::time::{
     ClockId, Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec,
 };
 
+use sha2::Digest as _;
+
 use super::{At as _, Error, Result};
 use crate::model::ids::BootId;
 use crate::model::time::{BootInstant, BootNs};
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+const PID_NAMESPACE: &str = "/proc/self/ns/pid";
+/// The inode of the first pid namespace, in all kernels.
+const INITIAL_PID_NAMESPACE: u64 = 0xEFFF_FFFC;
+/// The first process of the pid namespace.
+const FIRST: &str = "/proc/1/stat";
 
 /// Nanoseconds on CLOCK_BOOTTIME.
 pub fn now() -> BootNs {
@@ -29,12 +37,33 @@ pub(crate) fn micros_since(begun: BootNs) -> u64 {
     u64::try_from(now().since(begun).as_micros()).unwrap_or(u64::MAX)
 }
 
-/// The id of this boot.
+/// The id of this boot. In a pid namespace of its own, as containers have, it is the id of that
+/// namespace's life: its end takes every process and mount along, as a reboot does.
 pub fn boot_id() -> Result<BootId> {
     let text = std::fs::read_to_string(BOOT_ID).at("read", BOOT_ID)?;
-    uuid::Uuid::try_parse(text.trim())
-        .map(BootId)
-        .map_err(|e| Error::Garbled { path: BOOT_ID.into(), reason: e.to_string() })
+    let garbled = |path: &str, reason| Error::Garbled { path: path.into(), reason };
+    let boot = uuid::Uuid::try_parse(text.trim()).map_err(|e| garbled(BOOT_ID, e.to_string()))?;
+    let namespace = std::fs::metadata(PID_NAMESPACE).at("stat", PID_NAMESPACE)?.ino();
+    if namespace == INITIAL_PID_NAMESPACE {
+        return Ok(BootId(boot));
+    }
+    let text = std::fs::read_to_string(FIRST).at("read", FIRST)?;
+    let begun = start_time(&text).ok_or_else(|| garbled(FIRST, text.clone()))?;
+    Ok(BootId(life_id(boot, namespace, begun)))
+}
+
+/// The start time in a process's `stat`, as written there. The name before it can hold anything.
+fn start_time(stat: &str) -> Option<&str> {
+    stat.rsplit_once(") ")?.1.split(' ').nth(19)
+}
+
+/// One id of one life of a pid namespace: its number is used again, together with its first
+/// process's start never within a boot.
+fn life_id(boot: uuid::Uuid, namespace: u64, begun: &str) -> uuid::Uuid {
+    let digest = sha2::Sha256::digest(format!("{boot} {namespace} {begun}"));
+    let mut id = [0; 16];
+    id.copy_from_slice(&digest[..16]);
+    uuid::Builder::from_custom_bytes(id).into_uuid()
 }
 
 /// Now, in a form that can be stored.
@@ -206,6 +235,19 @@ mod tests {
         timer.disarm().unwrap();
         let until = Some(now().plus(Duration::from_millis(10)));
         assert!(!poll_until(timer.as_fd(), PollFlags::IN, until).unwrap());
+    }
+
+    #[test]
+    fn each_life_of_a_container_has_an_id_of_its_own() {
+        let stat = "1 (a) b) S 0 1 1 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4242 9 10";
+        assert_eq!(start_time(stat), Some("4242"));
+        assert_eq!(start_time("1 (sh) S 0"), None);
+        let boot = uuid::Uuid::from_u128(7);
+        let id = life_id(boot, 1, "2");
+        assert_eq!(id, life_id(boot, 1, "2"));
+        let others = [life_id(boot, 1, "3"), life_id(boot, 2, "2"), life_id(id, 1, "2"), boot];
+        assert!(!others.contains(&id));
+        assert_eq!(boot_id().unwrap(), boot_id().unwrap());
     }
 
     #[test]

@@ -38,7 +38,8 @@ const MAP: IdMap = IdMap { base: 100_000, count: 65536 };
 pub fn ask(state: &Path, cgroups: &Path) -> Vec<Answer> {
     let mut report = Report(Vec::new());
     report.fact("kernel", true, Ok(kernel()));
-    report.fact("root", true, capabilities());
+    report.fact("capabilities", true, capabilities());
+    report.fact("real-time", false, real_time());
     report.fact("mount-namespace", false, host_namespace());
     report.fact("cgroup2", true, told(cgroup2()));
     report.fact("nsdelegate", false, told(nsdelegate()));
@@ -84,6 +85,28 @@ pub fn reserve(state: &Path, file: &Path, wanted: u64) -> Answer {
     let answer = seen();
     let (ok, detail) = (answer.is_ok(), answer.unwrap_or_else(|why| why));
     Answer { feature: "state-reserve", needed: false, ok, detail }
+}
+
+/// What is in force for this process and can refuse what the kernel has, as in a container, and how
+/// engines are told to leave it out.
+pub fn restraints() -> Vec<String> {
+    let mut found = vec![];
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let filter = status.lines().find_map(|line| line.strip_prefix("Seccomp:"));
+    if filter.is_some_and(|mode| mode.trim() != "0") {
+        found.push("a seccomp filter (docker: --security-opt seccomp=unconfined)".to_owned());
+    }
+    let profile = std::fs::read_to_string("/proc/self/attr/current").unwrap_or_default();
+    if let Some(name) = profile.trim().strip_suffix(" (enforce)") {
+        found.push(format!("the AppArmor profile {name} (--security-opt apparmor=unconfined)"));
+    }
+    let masks = mountinfo::below(mountinfo::read(None).unwrap_or_default(), Path::new("/proc"));
+    if masks.iter().any(|mount| mount.point != Path::new("/proc")) {
+        let how =
+            "podman: --security-opt unmask=ALL, docker: --security-opt systempaths=unconfined";
+        found.push(format!("masks over /proc ({how})"));
+    }
+    found
 }
 
 /// What was seen, or what was wrong, in words.
@@ -132,24 +155,50 @@ fn kernel() -> String {
     format!("{} {}", uname.release().to_string_lossy(), uname.machine().to_string_lossy())
 }
 
+/// Capabilities without which some verb fails, each with what it is for. A process that is root on a
+/// host has them all; in a container each is asked for by name.
+const CAPABILITIES: [(Capability, &str); 15] = [
+    (Capability::CAP_SYS_ADMIN, "mounts, namespaces, trusted attributes"),
+    (Capability::CAP_SYS_CHROOT, "entering the mount namespace that sessions start from"),
+    (Capability::CAP_SYS_PTRACE, "joining a session's namespaces, finding who holds a mount"),
+    (Capability::CAP_DAC_OVERRIDE, "uppers of other users"),
+    (Capability::CAP_CHOWN, "the owners of what a layer brings"),
+    (Capability::CAP_FOWNER, "modes and times of other users' files"),
+    (Capability::CAP_FSETID, "set-group-id bits of other groups' files"),
+    (Capability::CAP_SETFCAP, "file capabilities that a layer brings"),
+    (Capability::CAP_MKNOD, "device nodes that a layer brings"),
+    (Capability::CAP_LINUX_IMMUTABLE, "removing what root made immutable in an upper"),
+    (Capability::CAP_SETUID, "becoming the session's user, mapping user ids"),
+    (Capability::CAP_SETGID, "becoming the session's group, mapping group ids"),
+    (Capability::CAP_SETPCAP, "taking capabilities away from a session"),
+    (Capability::CAP_KILL, "signals to a session's processes"),
+    (Capability::CAP_NET_ADMIN, "the loopback interface of a session's own network"),
+];
+
 fn capabilities() -> Seen {
-    const NEEDED: [Capability; 8] = [
-        Capability::CAP_SYS_ADMIN,
-        Capability::CAP_DAC_OVERRIDE,
-        Capability::CAP_DAC_READ_SEARCH,
-        Capability::CAP_CHOWN,
-        Capability::CAP_KILL,
-        Capability::CAP_MKNOD,
-        Capability::CAP_SETUID,
-        Capability::CAP_SYS_PTRACE,
-    ];
     let have = caps::read(None, CapSet::Effective).map_err(|e| e.to_string())?;
-    let missing: Vec<_> =
-        NEEDED.iter().filter(|c| !have.contains(c)).map(ToString::to_string).collect();
+    let missing: Vec<_> = CAPABILITIES
+        .iter()
+        .filter(|(capability, _)| !have.contains(capability))
+        .map(|(capability, what_for)| format!("{capability} ({what_for})"))
+        .collect();
     if missing.is_empty() {
         Ok(format!("uid {}, {} capabilities", rustix::process::geteuid().as_raw(), have.len()))
     } else {
-        Err(format!("missing {}; run as root", missing.join(", ")))
+        let how = "run as root; in a container add them (--cap-add)";
+        Err(format!("missing {}; {how}", missing.join(", ")))
+    }
+}
+
+/// What the keeper does to itself, so that a busy host does not make it late.
+fn real_time() -> Seen {
+    let have = caps::read(None, CapSet::Effective).map_err(|e| e.to_string())?;
+    let wanted = [Capability::CAP_SYS_NICE, Capability::CAP_IPC_LOCK];
+    let missing: Vec<_> =
+        wanted.iter().filter(|c| !have.contains(c)).map(ToString::to_string).collect();
+    match missing[..] {
+        [] => Ok("the keeper can run in real time, with its memory locked".to_owned()),
+        _ => Err(format!("missing {}: a busy host can make the keeper late", missing.join(", "))),
     }
 }
 

@@ -43,12 +43,10 @@ enum Wanted {
 /// Processes that end meanwhile are left out.
 fn find(s_dev: u64, upper: &Path, cgroup: &Path, wanted: Wanted) -> Result<Vec<Holder>> {
     let pids = processes();
-    let root = cgroup::find_root()?;
     let mut search = Search {
         s_dev,
         upper,
-        // As /proc/PID/cgroup shows it.
-        cgroup: Path::new("/").join(cgroup.strip_prefix(root).unwrap_or(cgroup)),
+        cgroup: cgroup::named(cgroup)?,
         wanted,
         namespaces: HashSet::new(),
         mounts: HashSet::new(),

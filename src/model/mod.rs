@@ -12,6 +12,7 @@ pub mod journal;
 pub mod lease;
 pub mod limits;
 pub mod session;
+pub mod slice;
 pub mod step;
 pub mod ticket;
 pub mod time;

@@ -14,6 +14,7 @@ use super::ids::{
 };
 use super::lease::{Bound, HolderKind};
 use super::limits::Limits;
+use super::slice::Slice;
 use super::time::{BootNs, millis};
 
 /// Where a session stands.
@@ -340,6 +341,10 @@ pub struct Session {
     /// What they may use at most; records of before there were limits have none.
     #[serde(default)]
     pub limits: Limits,
+    /// The slice that is its cgroup, where an engine with the systemd cgroup driver starts its
+    /// processes. `None`: a sealed cgroup of the agent's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub external: Option<Slice>,
     /// Time to live of a grant.
     #[serde(rename = "ttl_ms", with = "millis")]
     pub ttl: Duration,
@@ -445,6 +450,19 @@ impl Session {
         let policy = self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed;
         let doubt = matches!(self.loss, Some(Loss::Doubt { .. }));
         policy && doubt && (early || self.readmittable().is_ok())
+    }
+
+    /// Whether nothing is under way and nothing waits to be tried again: it only lives, or is over.
+    pub fn is_settled(&self) -> bool {
+        match self.state {
+            State::Fencing
+            | State::Fenced
+            | State::Preserved
+            | State::Releasing
+            | State::Deleting => false,
+            State::Active => self.work.is_none() && self.unknown.is_empty(),
+            State::Opening | State::Closed | State::Quarantined => true,
+        }
     }
 
     /// Whether this session, fenced only for doubt, may come back by policy.

@@ -40,6 +40,7 @@ fn session(n: u128) -> Session {
         holder: HolderKind::Beat,
         token: crate::model::head::Digest([7; 32]),
         limits: Default::default(),
+        external: None,
         run_as: crate::model::session::RunAs {
             uid: 1000,
             gid: 1000,

@@ -2,7 +2,7 @@
 //! its record. Only the init has it open, the agent reads it when a renewal or a deadline is due: no
 //! message, and nobody is woken for it, on a host that may hold a thousand sessions.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
@@ -12,13 +12,25 @@ use super::{Place, Result, io_at};
 use crate::kernel::clock;
 use crate::model::time::BootNs;
 
-/// When the holder of a `process` lease last gave a sign of life; `None` before the first one.
-/// `record` is the init's record.
-pub fn last_sign(record: &Path) -> Option<BootNs> {
-    let bytes = fs::read(record.with_extension("beat")).ok()?;
-    let sign = BootNs(u64::from_ne_bytes(bytes.try_into().ok()?));
-    // One from the future is no sign of anything.
-    (sign <= clock::now()).then_some(sign)
+/// Where the holder of a `process` lease gives its signs of life.
+#[derive(Debug)]
+pub struct Beats(File);
+
+impl Beats {
+    /// Those of the init that `record` is about; `None` before it was first started.
+    pub fn of(record: &Path) -> Option<Self> {
+        File::open(record.with_extension("beat")).ok().map(Self)
+    }
+
+    /// When it last gave one.
+    pub fn last(&self) -> Option<BootNs> {
+        // One byte more than there should be.
+        let mut bytes = [0; 9];
+        let n = self.0.read_at(&mut bytes, 0).ok()?;
+        let sign = BootNs(u64::from_ne_bytes(bytes[..n].try_into().ok()?));
+        // One from the future is no sign of anything.
+        (sign <= clock::now()).then_some(sign)
+    }
 }
 
 /// The file, for an init that is about to start. A sign of its predecessor stays as it is; without
@@ -77,22 +89,24 @@ mod tests {
     fn a_sign_is_the_time_at_which_it_was_given() {
         let dir = tempfile::tempdir().unwrap();
         let record = dir.path().join("init.json");
+        assert!(Beats::of(&record).is_none());
         let file = File::create(dir.path().join("init.beat")).unwrap();
-        assert_eq!(last_sign(&record), None);
+        let last = || Beats::of(&record).unwrap().last();
+        assert_eq!(last(), None);
         let mut beat = Beat::new(Duration::from_secs(3600), file.try_clone().unwrap());
         let before = clock::now();
         beat.give(|| false);
-        assert_eq!(last_sign(&record), None, "nobody vouched");
+        assert_eq!(last(), None, "nobody vouched");
         let mut beat = Beat::new(Duration::from_secs(3600), file.try_clone().unwrap());
         beat.give(|| true);
-        let sign = last_sign(&record).unwrap();
+        let sign = last().unwrap();
         assert!(before <= sign && sign <= clock::now());
         beat.give(|| true);
-        assert_eq!(last_sign(&record), Some(sign), "the next one is due after 20 minutes");
+        assert_eq!(last(), Some(sign), "the next one is due after 20 minutes");
         for garbage in [&u64::MAX.to_ne_bytes()[..], b"short", b"longer than it"] {
             file.set_len(0).unwrap();
             file.write_all_at(garbage, 0).unwrap();
-            assert_eq!(last_sign(&record), None, "{garbage:?}");
+            assert_eq!(last(), None, "{garbage:?}");
         }
     }
 }

@@ -30,6 +30,7 @@ mod filters;
 mod init;
 mod join;
 mod launch;
+mod probe;
 mod record;
 mod shed;
 mod tend;
@@ -46,9 +47,10 @@ use serde::{Deserialize, Serialize};
 use crate::model::ids::{Generation, SessionId, WorkspaceId};
 use crate::model::time::millis;
 
-pub use beat::last_sign;
+pub use beat::Beats;
 pub use filters::Unfilterable;
 pub use init::init_main;
+pub use probe::walls as try_walls;
 pub use record::InitRecord;
 
 /// The uid and gid of a command when nobody says otherwise.

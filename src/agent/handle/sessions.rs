@@ -71,6 +71,10 @@ impl Agent {
         let slot = self.slot(id)?;
         let s = slot.session();
         s.may_start_work().map_err(|code| denied(&s, code))?;
+        if let Some(slice) = &s.external {
+            let why = format!("session {id} is external: what runs in {slice} its engine starts");
+            return Err(Failure::new(Code::WrongState, why));
+        }
         let entry =
             draft("exec", &s, &actor(by), serde_json::json!({ "pid": by.pid, "run_as": s.run_as }));
         let journal = Journal { sessions: vec![], entries: vec![entry] };
@@ -83,7 +87,7 @@ impl Agent {
             session: id,
             workspace: s.workspace.clone(),
             generation: s.generation,
-            cgroup: paths.cgroup(id),
+            cgroup: paths.cgroup(&s),
             merged: slot.dirs.merged.clone(),
             run_dir: paths.inside_of(id),
             record: paths.init_of(id),
@@ -299,8 +303,9 @@ impl Agent {
         let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(LONG);
         slot.wait_for(wait, |inner| {
             let s = &inner.session;
-            !s.holds_lease() && view::missing(s).is_none()
-                || s.busy_since.is_some() && to != Fact::Killed
+            // Busy is an answer once it was tried after this was asked, and not only before.
+            let busy = s.busy_since.is_some() && to != Fact::Killed && inner.is_idle();
+            !s.holds_lease() && view::missing(s).is_none() || busy
         })
         .await;
         Ok(self.fenced(&slot))
@@ -314,10 +319,8 @@ impl Agent {
         wish: FenceSession,
     ) -> Result<Fenced, Failure> {
         let id = workspace_id(workspace)?;
-        let writer = self.0.slots().into_iter().find(|slot| {
-            let s = slot.session();
-            s.workspace == id && s.holds_lease()
-        });
+        let mut all = self.0.slots_of(&id).into_iter();
+        let writer = all.find(|slot| slot.lock().session.holds_lease());
         match writer {
             Some(slot) => self.fence(by, slot.id, wish).await,
             None => Err(Failure::new(

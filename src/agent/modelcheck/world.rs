@@ -292,6 +292,7 @@ impl World {
             token: layer(0, 0),
             run_as: RunAs { uid: 1, gid: 1, mapped: false, host_network: false },
             limits: Default::default(),
+            external: None,
             ttl: Duration::from_nanos(self.ttl.into()),
             ends: BootNs(0),
             base: got.at.clone(),

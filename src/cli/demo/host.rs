@@ -22,8 +22,10 @@ use crate::agent::failure::Failure;
 use crate::kernel::{cgroup, mountinfo, overlay};
 use crate::model::code::Code;
 
-/// Where throwaway directories may be made; the first whose file system carries uppers is taken.
-pub(super) const BASES: [&str; 5] = ["/var/tmp", "/tmp", "/var/lib", "/root", "/run"];
+/// Where throwaway directories may be made; the first whose file system carries uppers is taken. In
+/// a container that is the volume alone.
+pub(super) const BASES: [&str; 6] =
+    ["/var/tmp", "/tmp", "/var/lib", "/root", "/run", "/var/lib/overfence"];
 pub(super) const NAME: &str = "overfence-demo-";
 const BUBBLEWRAP: &str = "/usr/bin/bwrap";
 const PAUSE: Duration = Duration::from_millis(2);
@@ -267,10 +269,8 @@ fn own_mounts() -> Result<(), String> {
 
 /// Below the cgroup the demo runs in, so that whatever bounds or ends that reaches the writers.
 fn own_cgroup() -> Result<PathBuf, String> {
-    let root = cgroup::find_root().map_err(|e| e.to_string())?;
-    let text = fs::read_to_string("/proc/self/cgroup").map_err(|e| e.to_string())?;
-    let own = text.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    Ok(root.join(own).join(format!("{NAME}{}", std::process::id())))
+    let own = cgroup::own().map_err(|e| e.to_string())?;
+    Ok(own.join(format!("{NAME}{}", std::process::id())))
 }
 
 fn own_dir() -> Result<(PathBuf, File), String> {

@@ -46,6 +46,7 @@ fn session(state: State) -> Session {
         token: Digest([7; 32]),
         run_as: RunAs { uid: 1000, gid: 1000, mapped: false, host_network: false },
         limits: Default::default(),
+        external: None,
         ttl: Duration::from_secs(30),
         ends: BootNs(1 << 60),
         base: HeadAt::default(),

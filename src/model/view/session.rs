@@ -1,0 +1,285 @@
+//! Sessions as the API takes and shows them.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::{CreateWorkspace, PathText};
+use crate::model::facts::{Blocker, Fact, Holder};
+use crate::model::head::{Digest, HeadAt};
+use crate::model::lease::HolderKind;
+use crate::model::limits::Limits;
+use crate::model::session::{CloseMode, Disposition, OnBusy, Work};
+use crate::model::slice::Slice;
+use crate::model::workspace::Predecessor;
+
+/// `session open`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct OpenSession {
+    /// The workspace to write.
+    pub workspace: String,
+    /// Create the workspace first if there is none.
+    #[serde(default)]
+    pub create: Option<CreateWorkspace>,
+    /// Who writes; the caller's user name if absent.
+    #[serde(default)]
+    pub owner: Option<String>,
+    /// Time to live of the lease, 1 s to 24 h; 30 s if absent.
+    #[serde(default)]
+    pub ttl_ms: Option<u64>,
+    /// Longest life of the lease, however often renewed; 24 h if absent.
+    #[serde(default)]
+    pub max_lifetime_ms: Option<u64>,
+    /// Whose life the lease follows; `beat` if absent.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub holder: Option<HolderKind>,
+    /// The user the workload runs as, by number; the configured one if absent. 0 is mapped.
+    #[serde(default)]
+    pub uid: Option<u32>,
+    /// Its group.
+    #[serde(default)]
+    pub gid: Option<u32>,
+    /// Share the host's network.
+    #[serde(default)]
+    pub host_network: bool,
+    /// What it may use at most: `memory` ("512M"), `pids`, `cpu` ("1.5"); as configured if absent.
+    #[serde(default)]
+    #[schema(value_type = Object)]
+    pub limits: Limits,
+    /// The slice of a container engine with the systemd cgroup driver that becomes the session's
+    /// cgroup: started, empty, and no other session's. What runs there is the engine's to confine.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub external: Option<Slice>,
+    /// Revoke a live predecessor, and do not wait for its freeze.
+    #[serde(default)]
+    pub force: bool,
+    /// How long to wait for the predecessor's freeze; 5 s if absent.
+    #[serde(default)]
+    pub wait_ms: Option<u64>,
+    /// What to do on EBUSY.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub on_busy: Option<OnBusy>,
+    /// From the EBUSY to the kill under `kill`.
+    #[serde(default)]
+    pub kill_after_ms: Option<u64>,
+    /// Grace window for the delta.
+    #[serde(default)]
+    pub grace_ms: Option<u64>,
+    /// Selectors.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+}
+
+/// The answer to `session open`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Opened {
+    /// The session.
+    pub session: SessionView,
+    /// The lease token: shown once, stored hashed.
+    pub token: String,
+    /// The signed mount ticket; public.
+    pub ticket: String,
+    /// Who wrote before, if anybody did.
+    #[schema(value_type = Option<Object>)]
+    pub predecessor: Option<Predecessor>,
+}
+
+/// A session.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct SessionView {
+    /// Its id.
+    pub id: String,
+    /// What it writes.
+    pub workspace: String,
+    /// For whom.
+    pub owner: String,
+    /// `OPENING`, `ACTIVE`, `RELEASING`, `FENCING`, `FENCED`, `PRESERVED`, `DELETING`, `CLOSED`,
+    /// `QUARANTINED`.
+    pub state: String,
+    /// The reconciler's class.
+    pub class: String,
+    /// Its lease.
+    pub lease: String,
+    /// Its fencing token.
+    pub generation: u64,
+    /// `process` or `beat`.
+    #[schema(value_type = String)]
+    pub holder: HolderKind,
+    /// Time to live of a grant.
+    pub ttl_ms: u64,
+    /// What it may use at most: `memory` ("512M"), `pids`, `cpu` ("1.5").
+    #[serde(default)]
+    #[schema(value_type = Object)]
+    pub limits: Limits,
+    /// The engine's slice that is its cgroup, if it is not a sealed one; confinement (I10) is then
+    /// not claimed.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub external: Option<Slice>,
+    /// Until the local deadline, negative when it passed; absent once the lease is lost.
+    pub remaining_ms: Option<i64>,
+    /// Whether it may publish now, as far as this host knows.
+    pub may_publish: bool,
+    /// Why it is in doubt, if it is.
+    pub doubt: Option<String>,
+    /// Why its lease is lost, if it is.
+    pub loss: Option<String>,
+    /// Whether it may come back by itself: it was stopped for doubt alone, and policy resumes it
+    /// unless somebody took the workspace.
+    #[serde(default)]
+    pub may_resume: bool,
+    /// Proved facts, with what was asked and answered.
+    pub facts: Vec<FactView>,
+    /// The strongest fact that policy still wants and that is missing.
+    pub missing: Option<String>,
+    /// Who keeps the overlay from becoming read-only.
+    #[schema(value_type = Vec<Object>)]
+    pub holders: Vec<Holder>,
+    /// Who does not freeze.
+    #[schema(value_type = Vec<Object>)]
+    pub blockers: Vec<Blocker>,
+    /// What was mounted.
+    #[schema(value_type = Object)]
+    pub base: HeadAt,
+    /// What it last saw committed.
+    #[schema(value_type = Object)]
+    pub expected: HeadAt,
+    /// What is under way.
+    #[schema(value_type = Option<Object>)]
+    pub work: Option<Work>,
+    /// The decision on its bytes.
+    #[schema(value_type = Option<Object>)]
+    pub disposition: Option<Disposition>,
+    /// Publications without a known outcome.
+    pub unknown: Vec<String>,
+    /// Where the overlay is mounted.
+    pub merged: PathText,
+    /// Its upper.
+    pub upper: PathText,
+    /// Its sealed cgroup.
+    pub cgroup: PathText,
+    /// Processes in it now.
+    pub processes: u64,
+    /// Selectors.
+    pub labels: BTreeMap<String, String>,
+    /// The last thing that went wrong.
+    pub trouble: Option<String>,
+}
+
+/// One proved fact.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct FactView {
+    /// Its name.
+    #[schema(value_type = String)]
+    pub fact: Fact,
+    /// What was asked of the kernel.
+    pub asked: String,
+    /// What it said.
+    pub answer: String,
+    /// CLOCK_BOOTTIME nanoseconds of the answer.
+    pub boot_ns: u64,
+    /// From request to answer, microseconds.
+    pub took_us: u64,
+}
+
+/// The answer to `session checkpoint`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Checkpointed {
+    /// `committed` or `unchanged`.
+    pub outcome: String,
+    /// The key.
+    pub key: String,
+    /// The layer, when there is one.
+    #[schema(value_type = Option<String>)]
+    pub layer: Option<Digest>,
+    /// Version and head after it.
+    #[schema(value_type = Object)]
+    pub at: HeadAt,
+    /// How long the session stood frozen for the capture.
+    pub frozen_ms: u64,
+}
+
+/// `session close`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CloseSession {
+    /// What happens to uncommitted bytes; without it a session that has some is not closed.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub mode: Option<CloseMode>,
+}
+
+/// `fence`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FenceSession {
+    /// The strongest fact to go for; `read-only` if absent.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub to: Option<Fact>,
+    /// What to do on EBUSY.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub on_busy: Option<OnBusy>,
+    /// Why.
+    #[serde(default)]
+    pub reason: String,
+    /// Wait until the fact is proved or policy has nothing left to do; milliseconds.
+    #[serde(default)]
+    pub wait_ms: Option<u64>,
+}
+
+/// `lease revoke`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RevokeLease {
+    /// Why.
+    #[serde(default)]
+    pub reason: String,
+    /// Wait for `frozen`, milliseconds.
+    #[serde(default)]
+    pub wait_ms: Option<u64>,
+}
+
+/// The answer to `fence` and `lease revoke`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct Fenced {
+    /// `effective`, or `pending` until the kernel confirmed `frozen`.
+    pub result: String,
+    /// The session as it stands.
+    pub session: SessionView,
+}
+
+/// `readmit`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ReadmitSession {
+    /// The person who takes the responsibility.
+    pub authorised_by: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// `lease beat` with the token.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Beat {
+    /// The lease token.
+    pub token: String,
+}
+
+/// What a beat tells.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct BeatAnswer {
+    /// `active` or `doubt`.
+    pub state: String,
+    /// The fencing token.
+    pub generation: u64,
+    /// Until the local deadline.
+    pub remaining_ms: i64,
+}

@@ -3,7 +3,7 @@
 //! a slot that was read or left half-written.
 //!
 //! ```text
-//! 0     header: magic, layout version, capacity, boot id, checksum (one page, never rewritten)
+//! 0     header: magic, layout version, capacity, boot id, checksum; how many entries were ever used
 //! 4096  entry 0: slot a, slot b
 //! 4864  entry 1: ...                          4096 entries, sparse, 3 MiB at most
 //! ```
@@ -22,7 +22,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use super::slots::{self, CAPACITY, ENTRY, FILE, HEADER, SLOT, Slot};
+use super::slots::{self, CAPACITY, ENTRY, FILE, HEADER, SLOT, Slot, USED_AT};
 pub use super::slots::{Deadline, Entry};
 use super::{At as _, Error, Result, clock, walk};
 use crate::failpoint;
@@ -97,6 +97,20 @@ impl Map {
         slots::entry(index, &self.slot(index, 0), &self.slot(index, 1))
     }
 
+    /// How many entries, from the first on, may hold something: a pass over all of them reads 3 MiB.
+    fn used(&self) -> usize {
+        match usize::try_from(self.words()[USED_AT / 8].load(Ordering::Acquire)) {
+            Ok(used) if (1..=CAPACITY).contains(&used) => used,
+            Ok(_) | Err(_) => CAPACITY,
+        }
+    }
+
+    /// To be called before an entry is written, so that no reader overlooks it.
+    fn raise_used(&self, index: usize) {
+        let used = u64::try_from(index + 1).unwrap_or(u64::MAX);
+        self.words()[USED_AT / 8].fetch_max(used, Ordering::AcqRel);
+    }
+
     fn boot(&self) -> Option<BootId> {
         let mut header = [0; HEADER];
         self.read(0, &mut header);
@@ -145,6 +159,10 @@ impl Table {
                 }
                 Entry::Free => drop(free.insert(i)),
                 Entry::Torn { .. } => {}
+            }
+            if !free.contains(&i) {
+                // An agent before this one may not have told.
+                map.raise_used(i);
             }
         }
         Ok(Self { map, index, free, path: path.to_owned(), _lock: lock })
@@ -211,6 +229,7 @@ impl Table {
         let which = usize::from(a > b);
         let next = a.max(b).unwrap_or(0) + 1;
         let bytes = slots::encode(next, deadline)?;
+        self.map.raise_used(index);
         self.map.write(HEADER + index * ENTRY + which * SLOT, &bytes);
         Ok(())
     }
@@ -257,7 +276,7 @@ impl Snapshot {
 /// An entry can be read while its older slot is being written: the other one then still holds. Only
 /// a reader that is overtaken twice within one read sees both change, so a torn one is read again.
 fn used(map: &Map) -> impl Iterator<Item = Entry> {
-    (0..CAPACITY).filter_map(|i| match map.entry(i) {
+    (0..map.used()).filter_map(|i| match map.entry(i) {
         Entry::Free => None,
         Entry::Torn { .. } => Some(map.entry(i)).filter(|again| *again != Entry::Free),
         valid => Some(valid),

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! header: "OVFDEADL" | version u32 | capacity u32 | boot id, 16 bytes | checksum u64 | zeros
+//!         | at byte 64: ever used, u64 | zeros
 //! slot:   sequence u64 | generation u64 | deadline u64 | state u32 | path length u32
 //!         | session id, 40 bytes | cgroup path, 256 bytes | path checksum u64 | checksum u64 | zeros
 //! ```
@@ -25,6 +26,8 @@ pub const SLOT: usize = 384;
 pub const ENTRY: usize = 2 * SLOT;
 /// Entries in a file.
 pub const CAPACITY: usize = 4096;
+/// Where the header tells how many entries, from the first on, were ever used; 0: it does not say.
+pub const USED_AT: usize = 64;
 /// Bytes of a file.
 pub const FILE: usize = HEADER + CAPACITY * ENTRY;
 

@@ -217,6 +217,20 @@ fn a_deadline_file_has_one_writer_and_survives_it(place: &Place) {
     assert_eq!(snapshot.iter().collect::<Vec<_>>(), [torn]);
     assert_eq!(table.clear_torn().unwrap(), 1);
     assert_eq!(snapshot.iter().count(), 0);
+    // A file that does not tell how many entries were used is read whole, and told by the next agent.
+    table.set(&first).unwrap();
+    table.set(&deadline(2, &place.cgroup)).unwrap();
+    let used = || {
+        let mut word = [0; 8];
+        std::fs::File::open(&path).unwrap().read_exact_at(&mut word, 64).unwrap();
+        u64::from_ne_bytes(word)
+    };
+    assert_eq!(used(), 2);
+    file.write_all_at(&[0; 8], 64).unwrap();
+    assert_eq!(snapshot.iter().count(), 2);
+    drop(table);
+    let table = Table::create_or_open(&path).unwrap();
+    assert_eq!((used(), snapshot.iter().count()), (2, 2));
     // A header that is not ours: a new file takes its place, the mapped one stays whole.
     file.write_all_at(b"x", 0).unwrap();
     drop(table);

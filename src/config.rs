@@ -360,6 +360,9 @@ impl Config {
             if id == 0 {
                 return Err((key, "commands do not run as the host's root; choose another".into()));
             }
+            if id == crate::model::session::RunAs::NOBODYS {
+                return Err((key, format!("{id} is no id; choose another")));
+            }
         }
         match self.api.metrics_listen {
             Some(address) if !address.ip().is_loopback() => Err((

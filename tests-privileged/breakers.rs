@@ -31,6 +31,8 @@ pub fn tests() -> Vec<Test> {
         Test { name: "an_export_ends_when_its_session_is_removed", run: ended },
         Test { name: "paths_far_beyond_path_max_go_through_every_verb", run: deep },
         Test { name: "directories_removed_under_the_agent_stop_nobody_else", run: no_session },
+        Test { name: "what_was_moved_away_is_not_called_gone", run: moved_away },
+        Test { name: "rubbish_in_the_trash_holds_up_no_start", run: rubbish },
         Test { name: "without_its_run_directory_the_agent_still_freezes", run: no_runtime },
         Test { name: "an_edited_session_record_is_not_believed", run: edited },
     ]
@@ -475,4 +477,44 @@ fn edited(place: &Place) {
     let upper = path_of(&bad["session"], "upper");
     assert!(upper.is_dir(), "its bytes stay");
     host.stop();
+}
+
+fn moved_away(place: &Place) {
+    let mut host = agent_process::Host::new(place, "h");
+    assert!(host.start(None), "{}", host.log());
+    let opened = host.open("w", "60s");
+    let (id, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    std::fs::write(merged.join("precious"), "precious").unwrap();
+    let (dir, away) = (merged.parent().unwrap().to_owned(), host.dir.join("state/moved"));
+    std::fs::rename(&dir, &away).unwrap();
+    host.ask(&["fence", &id, "--wait=1s"]);
+    host.ask(&["preserved", "discard", &id, "--yes"]);
+    let view = host.until(&id, |view| view["trouble"].is_string() && view["state"] == "DELETING");
+    assert!(view["trouble"].as_str().unwrap().contains("bring it back"), "{view:#}");
+    assert!(!has(&view, "gone"), "its overlay is still mounted");
+    assert_eq!(std::fs::read(away.join("merged/precious")).unwrap(), b"precious");
+    std::fs::rename(&away, &dir).unwrap();
+    let begun = Instant::now();
+    while host.must(&["session", "list"]) != serde_json::json!([]) {
+        assert!(begun.elapsed() < paced(Duration::from_secs(30)), "{}", host.log());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(!dir.exists());
+}
+
+fn rubbish(place: &Place) {
+    let mut host = agent_process::Host::new(place, "h");
+    assert!(host.start(None), "{}", host.log());
+    let id = id_of(&host.open("w", "60s"));
+    host.kill_agent();
+    let strange = host.dir.join("state/trash/strange");
+    std::fs::create_dir_all(&strange).unwrap();
+    assert!(host.start(None), "{}", host.log());
+    assert_eq!(host.must(&["session", "inspect", &id])["state"], "ACTIVE");
+    let begun = Instant::now();
+    while !host.log().contains("its name is no session id") {
+        assert!(begun.elapsed() < paced(Duration::from_secs(15)), "{}", host.log());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(strange.exists(), "it may be somebody's");
 }

@@ -179,6 +179,17 @@ fn exit_codes(place: &Place) {
     assert_eq!(code(&host, &["status", "--quiet"]), 0);
     assert_eq!(code(&host, &["session", "inspect"]), 2, "an argument is missing");
     assert_eq!(code(&host, &["session", "inspect", "s-nobody"]), 3);
+    // To setresuid(2) it means to stay who one is: root.
+    let nobodys = ["session", "open", "-w", "x", "--create", "--user", "4294967295"];
+    assert_eq!(code(&host, &nobodys), 2);
+    for ids in [r#""uid":4294967295,"gid":1000"#, r#""uid":1000,"gid":4294967295"#] {
+        let body = format!(r#"{{"workspace":"x","create":{{"id":"x"}},{ids}}}"#);
+        let answer = host.http("POST", "/v1/sessions", &body);
+        assert!(answer.status >= 400 && answer.body.contains("no id"), "{answer:?}");
+    }
+    let keys = host.dir.join("state/keys");
+    let keys = keys.to_str().unwrap();
+    assert_eq!(code(&host, &["workspace", "create", "k", "--lower", keys]), 2, "keys would get in");
     assert_eq!(code(&host, &["session", "open", "-w", "w"]), 4, "the lease is held");
     assert_eq!(code(&host, &["lease", "beat", &id, "--token", "no"]), 5);
     assert_eq!(code(&host, &["session", "exec", &id, "--", "/no/such/program"]), 127);

@@ -370,6 +370,14 @@ impl Host {
                 }
             }
         }
+        let s = slot.session();
+        if !slot.dirs.upper.exists() && !s.facts.0.is_empty() && !s.facts.has(Fact::Gone) {
+            // It was there: an overlay of it may live on where somebody moved it to.
+            return Err(format!(
+                "{} is not there any more, so nothing is proved of its overlay: bring it back",
+                slot.dirs.upper.display()
+            ));
+        }
         if !slot.dirs.upper.exists() {
             let (asked, answer) =
                 ("stat of the upper".to_owned(), "ENOENT, it was never made".to_owned());

@@ -72,6 +72,9 @@ impl Wish {
         let uid = wish.uid.unwrap_or(host.config.workload.uid);
         let gid =
             wish.gid.unwrap_or(if wish.uid.is_some() { uid } else { host.config.workload.gid });
+        if [uid, gid].contains(&RunAs::NOBODYS) {
+            return Err(bad(&format!("uid {uid}, gid {gid}: {} is no id", RunAs::NOBODYS)));
+        }
         let limits = match &wish.external {
             None => wish.limits.or(host.config.limits),
             Some(slice) => super::external::no_terms(slice, &wish)?,

@@ -81,6 +81,19 @@ impl Paths {
         self.cgroups.join(id.to_string())
     }
 
+    /// Whether a place is the agent's own: in its state or run-time directories, through whatever
+    /// links, but not where bundles go. Keys and sessions' uppers are there.
+    pub fn are_own(&self, place: &Path) -> bool {
+        let real = |path: &Path| {
+            // What is to be made lies where the part of its path does that is there.
+            let there = path.ancestors().find_map(|above| above.canonicalize().ok());
+            there.unwrap_or_else(|| path.to_owned())
+        };
+        let place = real(place);
+        let own = [&self.state, &self.runtime].map(|dir| real(dir));
+        own.iter().any(|dir| place.starts_with(dir)) && !place.starts_with(real(&self.bundles))
+    }
+
     /// Run-time directory of a session, not seen inside.
     pub fn runtime_of(&self, id: SessionId) -> PathBuf {
         self.runtime.join(id.to_string())

@@ -48,16 +48,12 @@ impl Host {
         self.check_marks()?;
         // Before any session's worker does the same.
         let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
-        let trash = remove::empty_trash(&self.paths.trash).map_err(text)?;
         self.layers.sweep().map_err(text)?;
         for cut_off in std::fs::read_dir(&self.paths.exports).map_err(text)?.flatten() {
             std::fs::remove_dir_all(cut_off.path()).map_err(text)?;
         }
-        if swept > 0 || trash.entries > 0 {
-            tracing::info!(
-                "finished {swept} unfinished open(s) and {} trashed entries",
-                trash.entries
-            );
+        if swept > 0 {
+            tracing::info!("finished {swept} unfinished open(s)");
         }
         let entries: Vec<_> = self.table().entries().collect();
         let mut started = Started::default();
@@ -83,8 +79,32 @@ impl Host {
                 }
             }
         }
+        self.finish_removals()?;
         self.table().clear_torn().map_err(text)?;
         Ok(started)
+    }
+
+    /// What lies in the trash may take minutes, by a workload's doing: nobody waits for it. Removals
+    /// of sessions that have a record are their workers' to finish.
+    fn finish_removals(self: &Arc<Self>) -> Result<(), String> {
+        let mut left = remove::trashed(&self.paths.trash).map_err(text)?;
+        left.retain(|name| {
+            let id = name.to_str().and_then(|name| name.parse().ok());
+            id.is_none_or(|id| self.slot(id).is_none())
+        });
+        let host = Arc::clone(self);
+        self.runtime.spawn_blocking(move || {
+            for name in left {
+                match remove::finish_removal(&host.paths.trash, &name) {
+                    Ok(removed) => {
+                        let n = removed.entries;
+                        tracing::info!("finished the removal of {}: {n} entries", name.display());
+                    }
+                    Err(fault) => tracing::error!("{}", text(fault)),
+                }
+            }
+        });
+        Ok(())
     }
 
     fn record_start(&self) -> Result<(), String> {

@@ -10,6 +10,7 @@ use nix::unistd::{Uid, User};
 use crate::agent::failure::Failure;
 use crate::config::duration;
 use crate::model::code::Code;
+use crate::model::session::RunAs;
 use crate::model::view::PathText;
 
 /// A span of time with its unit.
@@ -77,6 +78,7 @@ pub(super) fn user(text: &str) -> Result<Who, String> {
     };
     match (found.ok().flatten(), number) {
         (Some(user), _) => Ok(Who { uid: user.uid.as_raw(), gid: user.gid.as_raw() }),
+        (None, Some(RunAs::NOBODYS)) => Err(format!("{} is no id", RunAs::NOBODYS)),
         (None, Some(id)) => Ok(Who { uid: id, gid: id }),
         (None, None) => Err("this host has no such user; a number is taken as it is".into()),
     }
@@ -123,6 +125,7 @@ mod tests {
         assert_eq!(user("3999999"), Ok(Who { uid: 3_999_999, gid: 3_999_999 }));
         assert!(user("nobody-of-this-name").is_err());
         assert!(user("-1").is_err());
+        assert!(user("4294967295").is_err(), "it would leave the host's root in place");
     }
 
     #[test]

@@ -205,6 +205,7 @@ fn unplaced(fault: &workload::Error) -> Failure {
     let code = match fault {
         workload::Error::NoCommand
         | workload::Error::UnmappedRoot
+        | workload::Error::NoId { .. }
         | workload::Error::Unmapped { .. } => Code::BadRequest,
         workload::Error::NoBubblewrap => Code::Unsupported,
         workload::Error::Running { .. } => Code::Busy,

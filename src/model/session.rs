@@ -315,6 +315,11 @@ pub struct RunAs {
     pub host_network: bool,
 }
 
+impl RunAs {
+    /// The id that means "leave it as it is" to setresuid(2): nobody's, and dangerous to ask for.
+    pub const NOBODYS: u32 = u32::MAX;
+}
+
 /// One mount session.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Session {

@@ -8,7 +8,7 @@
 //! Whether a session *may* be removed is the caller's to decide; that its overlay's superblock is
 //! dead is asked for as a [`ProvedGone`].
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
@@ -170,17 +170,26 @@ fn go_on(trash: &Path, id: SessionId) -> Result<Removed> {
 /// that are not a marked session are an error and stay.
 pub fn empty_trash(trash: &Path) -> Result<Removed> {
     let mut total = Removed::default();
-    if !trash.exists() {
-        return Ok(total);
-    }
-    refuse_mounts_below(trash)?;
-    let dir = Dir::open(trash)?;
-    for entry in dir.sorted()? {
-        let one = remove_trashed(&dir, &entry.name)?;
+    for name in trashed(trash)? {
+        let one = finish_removal(trash, &name)?;
         total.bytes += one.bytes;
         total.entries += one.entries;
     }
     Ok(total)
+}
+
+/// What lies in the trash, by name.
+pub fn trashed(trash: &Path) -> Result<Vec<OsString>> {
+    match trash.exists() {
+        true => Ok(Dir::open(trash)?.sorted()?.into_iter().map(|entry| entry.name).collect()),
+        false => Ok(Vec::new()),
+    }
+}
+
+/// Goes on with one removal that a crash cut off.
+pub fn finish_removal(trash: &Path, name: &OsStr) -> Result<Removed> {
+    refuse_mounts_below(&trash.join(name))?;
+    remove_trashed(&Dir::open(trash)?, name)
 }
 
 fn remove_trashed(trash: &Dir, name: &OsStr) -> Result<Removed> {

@@ -45,6 +45,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::model::ids::{Generation, SessionId, WorkspaceId};
+use crate::model::session::RunAs;
 use crate::model::time::millis;
 
 pub use beat::Beats;
@@ -205,6 +206,12 @@ pub enum Error {
     /// The session was frozen for good before the command started.
     #[error("the session's lease was lost before the command started")]
     Lost,
+    /// An id that would change nothing, so that the host's root stayed.
+    #[error("{id} is no id: use another user")]
+    NoId {
+        /// The id.
+        id: u32,
+    },
     /// No program was given.
     #[error("nothing to run: give a command after --")]
     NoCommand,
@@ -380,8 +387,11 @@ fn check(place: &Place, command: &Command) -> Result<()> {
     if command.argv.is_empty() {
         return Err(Error::NoCommand);
     }
+    let ids = [place.user.uid, place.user.gid];
+    if let Some(&id) = ids.iter().chain(&place.user.groups).find(|&&id| id == RunAs::NOBODYS) {
+        return Err(Error::NoId { id });
+    }
     if place.mapped {
-        let ids = [place.user.uid, place.user.gid];
         match ids.iter().chain(&place.user.groups).find(|&&id| id >= MAPPED_COUNT) {
             Some(&id) => Err(Error::Unmapped { id }),
             None => Ok(()),

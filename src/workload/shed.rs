@@ -9,7 +9,7 @@ use std::process;
 
 use caps::{CapSet, Capability, CapsHashSet};
 use nix::sys::signal::SigSet;
-use nix::unistd::{Gid, Uid, setgroups, setresgid, setresuid};
+use nix::unistd::{Gid, Uid, getresgid, getresuid, setgroups, setresgid, setresuid};
 use seccompiler::BpfProgram;
 use serde::{Deserialize, Serialize};
 
@@ -74,6 +74,14 @@ impl Errand {
             .and_then(|()| setresgid(gid, gid, gid))
             .and_then(|()| setresuid(uid, uid, uid))
             .map_err(|e| said("become the session's user")(e.to_string()))?;
+        // Asked again, for what an id that means something else would have left in place.
+        let ids = getresuid().and_then(|u| getresgid().map(|g| (u, g)));
+        match ids.map_err(|e| said("see who this is")(e.to_string()))? {
+            (u, g)
+                if [u.real, u.effective, u.saved] == [uid; 3]
+                    && [g.real, g.effective, g.saved] == [gid; 3] => {}
+            other => return Err(format!("cannot become uid {uid}, gid {gid}: still {other:?}")),
+        }
         hold(&kept).map_err(said("drop capabilities"))?;
         nix::sys::prctl::set_no_new_privs()
             .map_err(|e| said("renounce new privileges")(e.to_string()))

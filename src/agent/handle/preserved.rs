@@ -183,6 +183,11 @@ fn export(
     if !matches!(s.state, State::Fenced | State::Preserved) || !stopped {
         return Err(denied(&s, Code::WrongState));
     }
+    if let Some(own) = dest.as_deref().filter(|dest| host.paths.are_own(dest)) {
+        let why =
+            format!("{} is inside a directory of the agent's own: choose another", own.display());
+        return Err(Failure::new(Code::BadRequest, why));
+    }
     // Where nobody said where, bundles of all owners lie together, for root alone.
     let to = dest.map_or_else(
         || {

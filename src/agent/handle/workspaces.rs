@@ -180,6 +180,12 @@ pub(super) fn create(
         if !path.is_absolute() {
             return Err(bad(&format!("{} is not absolute", path.display())));
         }
+        if host.paths.are_own(&path) || host.paths.state.starts_with(&path) {
+            return Err(bad(&format!(
+                "{} holds keys and sessions of the agent's own: choose another directory",
+                path.display()
+            )));
+        }
         let dir = Dir::open(&path)
             .map_err(|e| Failure::new(Code::UpperRefused, crate::agent::effects::text(e)))?;
         let captured =

@@ -51,7 +51,8 @@ pub struct OpenSession {
     pub limits: Limits,
     /// The slice of a container engine with the systemd cgroup driver that becomes the session's
     /// cgroup: started, empty, and no other session's. What runs there is the engine's to confine.
-    #[serde(default)]
+    // An agent of before it knew slices refuses what it does not know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub external: Option<Slice>,
     /// Revoke a live predecessor, and do not wait for its freeze.

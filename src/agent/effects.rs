@@ -19,7 +19,7 @@ use crate::model::head::Digest;
 use crate::model::ids::PublicationKey;
 use crate::model::journal::Journal;
 use crate::model::lease::LeaseState;
-use crate::model::session::{Loss, Session, State};
+use crate::model::session::{Disposition, Loss, Session, State};
 use crate::model::step::{Effect, Event, Published, Purpose};
 use crate::model::workspace::{KeyState, Publish, Refusal};
 use crate::upper::changes::{self, Format};
@@ -371,7 +371,8 @@ impl Host {
             }
         }
         let s = slot.session();
-        if !slot.dirs.upper.exists() && !s.facts.0.is_empty() && !s.facts.has(Fact::Gone) {
+        let made = s.disposition != Some(Disposition::NeverOpened) && !s.facts.has(Fact::Gone);
+        if made && !slot.dirs.upper.exists() {
             // It was there: an overlay of it may live on where somebody moved it to.
             return Err(format!(
                 "{} is not there any more, so nothing is proved of its overlay: bring it back",

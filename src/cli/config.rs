@@ -60,7 +60,12 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
                 let message = format!("{}; correct or unset it", strange(&loaded));
                 return Err(Failure::new(Code::BadRequest, message));
             }
-            context.note(&format!("the configuration is good: policy:{}", loaded.config.digest()));
+            let policy = format!("policy:{}", loaded.config.digest());
+            if context.json() {
+                return context
+                    .show(&serde_json::json!({ "ok": true, "policy": policy }), |_| String::new());
+            }
+            context.note(&format!("the configuration is good: {policy}"));
             Ok(())
         }
         Verb::Show(which) => {

@@ -201,6 +201,8 @@ impl Table {
     pub fn clear_torn(&mut self) -> Result<usize> {
         let torn: Vec<usize> =
             (0..CAPACITY).filter(|i| matches!(self.map.entry(*i), Entry::Torn { .. })).collect();
+        // Whoever's they were is entered anew with the next deadline.
+        self.index.retain(|_, (index, _)| !torn.contains(index));
         for index in &torn {
             self.put(*index, None)?;
             self.free.insert(*index);

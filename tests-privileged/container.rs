@@ -212,7 +212,7 @@ fn hybrid(place: &Place) {
     assert_eq!(doctor["missing"][0], documented.doctor, "{doctor:#}");
 }
 
-/// A container below a session's cgroup, with its workspace at `/work`: as documented.
+/// A container below a session's cgroup, with its workspace at `/workspace`: as documented.
 struct Writer<'a> {
     engine: &'a Engine,
     cgroup: PathBuf,
@@ -257,7 +257,7 @@ fn as_a_writer(place: &Place) {
     let (id, token) = (id_of(&opened), opened["token"].as_str().unwrap().to_owned());
     let writer = Writer::of(&engine, &opened);
     // It holds its file open: what a fence of a command meets, too.
-    let writes = "cd /work; exec 3>>log; while :; do echo x >&3; sleep 0.02; done";
+    let writes = "cd /workspace; exec 3>>log; while :; do echo x >&3; sleep 0.02; done";
     must(&mut writer.run("writer", writes));
     let log = writer.merged.join("log");
     let size = || fs::metadata(&log).map_or(0, |m| m.len());
@@ -284,7 +284,7 @@ fn as_a_writer(place: &Place) {
     let events = fs::read_to_string(writer.cgroup.join("cgroup.events")).unwrap();
     assert!(events.contains("frozen 1"), "{events}");
     // One that is started there now stands still before its first instruction.
-    let mut late = writer.run("late", "echo late > /work/late").spawn().unwrap();
+    let mut late = writer.run("late", "echo late > /workspace/late").spawn().unwrap();
     std::thread::sleep(Duration::from_millis(500));
     assert!(!writer.merged.join("late").exists(), "a container ran in a fenced session");
 
@@ -310,7 +310,7 @@ fn as_a_writer(place: &Place) {
     // Released: closing ends what is left, and publishes all of it.
     let opened = host.open("v", "60s");
     let writer = Writer::of(&engine, &opened);
-    must(&mut writer.run("second", "echo done > /work/result; exec sleep infinity"));
+    must(&mut writer.run("second", "echo done > /workspace/result; exec sleep infinity"));
     until("it has written", || writer.merged.join("result").exists());
     host.must(&["session", "close", &id_of(&opened), "--checkpoint"]);
     until("nothing is left of it", || !writer.cgroup.exists() && !writer.merged.exists());

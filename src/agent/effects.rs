@@ -370,16 +370,15 @@ impl Host {
                 }
             }
         }
-        let s = slot.session();
-        let made = s.disposition != Some(Disposition::NeverOpened) && !s.facts.has(Fact::Gone);
-        if made && !slot.dirs.upper.exists() {
-            // It was there: an overlay of it may live on where somebody moved it to.
-            return Err(format!(
-                "{} is not there any more, so nothing is proved of its overlay: bring it back",
-                slot.dirs.upper.display()
-            ));
-        }
         if !slot.dirs.upper.exists() {
+            let s = slot.session();
+            if s.disposition != Some(Disposition::NeverOpened) && !s.facts.has(Fact::Gone) {
+                // It was there: an overlay of it may live on where somebody moved it to.
+                return Err(format!(
+                    "{} is not there any more, so nothing is proved of its overlay: bring it back",
+                    slot.dirs.upper.display()
+                ));
+            }
             let (asked, answer) =
                 ("stat of the upper".to_owned(), "ENOENT, it was never made".to_owned());
             return Ok(vec![Event::Gone {

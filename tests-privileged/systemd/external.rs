@@ -40,8 +40,8 @@ pub fn given_back(place: &Place) {
     let evidence = machine.must(&["overfence", "evidence", "show", "-o", "json"]);
     assert!(evidence.contains("not_claimed"), "{evidence}");
 
-    let bind = format!("BindPaths={}:/work", opened["session"]["merged"].as_str().unwrap());
-    let writes = "cd /work; exec 3>>log; while :; do echo x >&3; sleep 0.02; done";
+    let bind = format!("BindPaths={}:/workspace", opened["session"]["merged"].as_str().unwrap());
+    let writes = "cd /workspace; exec 3>>log; while :; do echo x >&3; sleep 0.02; done";
     machine.must(&[
         "systemd-run",
         "--quiet",

@@ -426,6 +426,7 @@ impl Host {
             Err(fault) => {
                 // What the rider stepped was not committed.
                 inner.undo(undo);
+                self.settle(&inner.session);
                 return Err(unavailable(fault));
             }
         };

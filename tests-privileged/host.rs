@@ -31,10 +31,10 @@ const LIMIT: Duration = Duration::from_secs(120);
 const PACE: &str = "OVERFENCE_TEST_PACE";
 const CHILD: &str = "OVERFENCE_TEST_CHILD";
 
-/// The binary under test: the one that was built with the suite, unless `OVERFENCE_BIN` names
+/// The binary under test: the one that was built with the suite, unless `OVERFENCE_TEST_BIN` names
 /// another. A guest and a container have no build directory, and are given the production binary.
 pub fn binary() -> PathBuf {
-    std::env::var_os("OVERFENCE_BIN")
+    std::env::var_os("OVERFENCE_TEST_BIN")
         .map_or_else(|| env!("CARGO_BIN_EXE_overfence").into(), PathBuf::from)
 }
 

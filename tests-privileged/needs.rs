@@ -28,7 +28,7 @@ const NEEDS: &[(&str, &[&str])] = &[
 
 const SKIPS: &str = include_str!("skips.toml");
 /// Says what kind of host this is; without it, it is `development`.
-const HOST: &str = "OVERFENCE_HOST";
+const HOST: &str = "OVERFENCE_TEST_HOST";
 
 #[derive(Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
 #[serde(rename_all = "lowercase")]

@@ -21,10 +21,10 @@ const AGENT: &str = "overfence-agent.service";
 const KEEPER: &str = "overfence-keeper.service";
 const SOCKET: &str = "overfence.socket";
 
-/// The package of the binary under test: made from the tree by `packaging/deb.sh`, or `OVERFENCE_DEB`
+/// The package of the binary under test: made from the tree by `packaging/deb.sh`, or `OVERFENCE_TEST_DEB`
 /// where there is neither tree nor cargo.
 fn deb(place: &Place) -> PathBuf {
-    if let Some(made) = std::env::var_os("OVERFENCE_DEB") {
+    if let Some(made) = std::env::var_os("OVERFENCE_TEST_DEB") {
         return made.into();
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/deb.sh");

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Prints the place of a minimal Debian with systemd for systemd-nspawn, made once for each list of
 # packages and kept outside the tree: below OVERFENCE_NSPAWN_CACHE or /var/cache/overfence-nspawn.
-# Nothing is written into it afterwards; each test boots an overlay of it. OVERFENCE_NSPAWN_ROOT names
+# Nothing is written into it afterwards; each test boots an overlay of it. OVERFENCE_TEST_NSPAWN_ROOT names
 # one that is there already, for hosts without a network.
 set -euo pipefail
 
-if [ -n "${OVERFENCE_NSPAWN_ROOT:-}" ]; then
-    echo "$OVERFENCE_NSPAWN_ROOT"
+if [ -n "${OVERFENCE_TEST_NSPAWN_ROOT:-}" ]; then
+    echo "$OVERFENCE_TEST_NSPAWN_ROOT"
     exit
 fi
 

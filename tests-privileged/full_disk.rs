@@ -31,7 +31,18 @@ fn on_tmpfs(place: &Place) {
 fn on_ext4(place: &Place) {
     let image = place.dir.join("image");
     std::fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
-    must(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&image));
+    let make = |block: &str| {
+        must(Command::new("mkfs.ext4").args(["-q", "-F", "-b", block]).arg(&image));
+    };
+    // Where a mapped file can run out of disk in the middle of a page, the store's index would.
+    make("1024");
+    let mut host = Host::new(place, "small");
+    let state = host.dir.join("state");
+    std::fs::create_dir(&state).unwrap();
+    must(Command::new("mount").args(["-o", "loop"]).args([&image, &state]));
+    assert!(!host.start(None) && host.log().contains("mkfs.ext4 -b 4096"), "{}", host.log());
+    must(Command::new("umount").arg(&state));
+    make("4096");
     // The loop device goes with the mount, and the mount with the test's namespace.
     story(place, |at| {
         must(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(at));

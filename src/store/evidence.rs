@@ -302,7 +302,7 @@ impl Store {
     /// # Errors
     /// The anchor is not durable: an irreversible effect must wait.
     pub fn anchor(&self) -> Result<(), Error> {
-        self.making_room(|| self.anchor_once())
+        self.reserve().making_room(|| self.anchor_once())
     }
 
     fn anchor_once(&self) -> Result<(), Error> {

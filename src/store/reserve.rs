@@ -135,14 +135,25 @@ impl Reserve {
         Space { free, held: held.bytes, wanted: held.wanted, room }
     }
 
+    /// Does it again as long as want of room is what stops it and a piece can be given back.
+    pub fn making_room<R>(&self, mut job: impl FnMut() -> Result<R, Error>) -> Result<R, Error> {
+        loop {
+            match job() {
+                Err(error) if self.relieve(&error) => {}
+                answer => return answer,
+            }
+        }
+    }
+
     /// After a write that failed: if that was for want of room and a piece could be given back,
     /// true, and the write is worth another try.
     pub fn relieve(&self, error: &Error) -> bool {
         let full = match error {
             Error::Io { source, .. } => is_no_room(source),
-            Error::Sql { source, .. } => {
-                source.sqlite_error_code() == Some(rusqlite::ErrorCode::DiskFull)
-            }
+            Error::Sql { source, .. } => source.sqlite_error().is_some_and(|e| {
+                e.code == rusqlite::ErrorCode::DiskFull
+                    || e.extended_code == rusqlite::ffi::SQLITE_IOERR_SHMSIZE
+            }),
             // SQLite does so when the disk is full; what else does it stays broken.
             Error::RolledBack { .. } => true,
             _ => false,

@@ -92,7 +92,7 @@ impl Store {
         let keys = Keys::open(&paths.keys, first_start)?;
         let marks = Marks::open(&paths.high_water, first_start)?;
         let anchors = Anchors::open(&paths.anchors, first_start, keys.ticket.public())?;
-        let db = Db::open(&database)?;
+        let db = reserve.making_room(|| Db::open(&database))?;
         let mut store = Self {
             db,
             keys,
@@ -105,8 +105,10 @@ impl Store {
             durable: AtomicU64::new(0),
             _lock: lock,
         };
-        store.host = store.identify(paths)?;
-        let head = store.transact(Durability::Lazy, |tx| tx.evidence_head())?;
+        store.host = store.reserve.making_room(|| store.identify(paths))?;
+        let head = store
+            .reserve
+            .making_room(|| store.once(Durability::Lazy, |tx| tx.evidence_head()))?;
         store.head.send_replace(head.0);
         Ok(store)
     }
@@ -117,7 +119,7 @@ impl Store {
             ("record_key", self.keys.record.id(), "record.key"),
             ("ticket_key", self.keys.ticket.id(), "ticket.key"),
         ];
-        self.transact(Durability::Full, |tx| {
+        self.once(Durability::Full, |tx| {
             for (name, id, file) in keys {
                 match tx.meta(name)? {
                     None => tx.set_meta(name, id)?,
@@ -157,19 +159,6 @@ impl Store {
         })
     }
 
-    /// Does it again as long as want of room is what stops it and some can be made.
-    pub(super) fn making_room<R>(
-        &self,
-        mut job: impl FnMut() -> Result<R, Error>,
-    ) -> Result<R, Error> {
-        loop {
-            match job() {
-                Err(error) if self.reserve.relieve(&error) => {}
-                answer => return answer,
-            }
-        }
-    }
-
     /// [`Store::transact`] without making room.
     pub(super) fn once<R>(
         &self,
@@ -197,7 +186,7 @@ impl Store {
     /// # Errors
     /// See [`Db::call`].
     pub fn record(&self, journal: &Journal, durability: Durability) -> Result<(), Error> {
-        self.making_room(|| self.once(durability, |tx| tx.journal(journal)))
+        self.reserve.making_room(|| self.once(durability, |tx| tx.journal(journal)))
     }
 
     /// All session records, also those that are not believed.
@@ -218,7 +207,7 @@ impl Store {
     /// # Errors
     /// It is not known to be durable.
     pub fn raise_mark(&self, workspace: &WorkspaceId, generation: Generation) -> Result<(), Error> {
-        self.making_room(|| self.marks.raise(workspace, generation))
+        self.reserve.making_room(|| self.marks.raise(workspace, generation))
     }
 
     /// Raises it in memory and in the file, not yet for good; see [`Marks::note`].
@@ -226,7 +215,7 @@ impl Store {
     /// # Errors
     /// It could not be written.
     pub fn note_mark(&self, workspace: &WorkspaceId, generation: Generation) -> Result<(), Error> {
-        self.making_room(|| self.marks.note(workspace, generation))
+        self.reserve.making_room(|| self.marks.note(workspace, generation))
     }
 
     /// This host's id.

@@ -24,6 +24,10 @@ const REFUSED: [(u64, &str); 9] = [
     (0x2011_bab0, "exFAT: it has no xattrs"),
 ];
 
+/// SQLite allocates the index of its log by one byte in each 4,096: with smaller blocks the rest of
+/// them is a hole, which the kernel fills when the mapping is written, or cannot.
+const BLOCK: u64 = 4096;
+
 /// Refuses a directory in which an upper and its work cannot live, and lowers that overlap with it
 /// or with each other. What is tried is removed again.
 pub fn preflight(dir: &Path, lowers: &[PathBuf]) -> Result<()> {
@@ -32,6 +36,14 @@ pub fn preflight(dir: &Path, lowers: &[PathBuf]) -> Result<()> {
     let magic = fs_magic(&Dir::open(dir)?).at("statfs", dir)?;
     if let Some((_, why)) = REFUSED.iter().find(|(m, _)| *m == magic) {
         return Err(bad(format!("it is on {why}; use ext4, xfs or btrfs of this host")));
+    }
+    let block = rustix::fs::statvfs(dir).at("statfs", dir)?.f_frsize;
+    if block < BLOCK {
+        return Err(bad(format!(
+            "its file system has blocks of {block} bytes, and on a full disk the kernel ends (SIGBUS) \
+             whoever writes to a mapped file there; make it with blocks of {BLOCK}, for instance by \
+             `mkfs.ext4 -b {BLOCK}`"
+        )));
     }
     apart(dir, lowers)?;
     let probe = Probe::new(dir)?;

@@ -16,6 +16,10 @@ use super::walk::Dir;
 use super::{Result, blockers, cgroup, mountinfo};
 use crate::model::facts::Holder;
 
+/// How many are named: the list goes into the session's record and its evidence, and a workload can
+/// open as many descriptors as it likes.
+const NAMED: usize = 64;
+
 /// Names who keeps an overlay from becoming read-only: descriptors open for write, shared
 /// mappings, loop devices. Never empty: if nobody can be named, the kernel itself is the holder.
 ///
@@ -23,7 +27,8 @@ use crate::model::facts::Holder;
 pub fn of(s_dev: u64, upper: &Path, cgroup: &Path) -> Result<Vec<Holder>> {
     let mut found = find(s_dev, upper, cgroup, Wanted::Writers)?;
     if found.is_empty() {
-        found.push(kernel("a descriptor in flight, an io_uring, or a kernel-side user".to_owned()));
+        let what = "a descriptor in flight, an io_uring, or a kernel-side user";
+        found.push(no_process("kernel", what.to_owned()));
     }
     Ok(found)
 }
@@ -52,6 +57,7 @@ fn find(s_dev: u64, upper: &Path, cgroup: &Path, wanted: Wanted) -> Result<Vec<H
         mounts: HashSet::new(),
         inodes: None,
         found: Vec::new(),
+        more: 0,
     };
     // Mounts first: their ids are a mark for what comes after.
     for pid in &pids {
@@ -65,14 +71,17 @@ fn find(s_dev: u64, upper: &Path, cgroup: &Path, wanted: Wanted) -> Result<Vec<H
         }
     }
     search.loop_devices();
+    if search.more > 0 {
+        search.found.push(no_process("others", format!("{} more", search.more)));
+    }
     Ok(search.found)
 }
 
-fn kernel(what: String) -> Holder {
+fn no_process(how: &str, what: String) -> Holder {
     Holder {
         pid: 0,
         command: "kernel".to_owned(),
-        how: "kernel".to_owned(),
+        how: how.to_owned(),
         what,
         cgroup: String::new(),
         inside: false,
@@ -99,10 +108,16 @@ struct Search<'s> {
     /// The upper's device and the inodes in it, read only if a mapping asks for them.
     inodes: Option<(u64, HashSet<u64>)>,
     found: Vec<Holder>,
+    /// How many there are besides.
+    more: u64,
 }
 
 impl Search<'_> {
     fn add(&mut self, pid: u32, how: &str, what: String) {
+        if self.found.len() == NAMED {
+            self.more += 1;
+            return;
+        }
         let read = |name: &str| std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
         let command = blockers::parse_stat(&read("stat")).map(|(name, _)| name);
         let cgroup = parse_cgroup(&read("cgroup")).unwrap_or_default();
@@ -204,7 +219,7 @@ impl Search<'_> {
             if device(file) == Some(self.s_dev) {
                 let name = entry.file_name();
                 let what = format!("{} backed by {}", name.display(), file.display());
-                self.found.push(kernel(what));
+                self.found.push(no_process("loop", what));
             }
         }
     }

@@ -89,7 +89,8 @@ pub struct Holder {
     pub pid: u32,
     /// The command's name.
     pub command: String,
-    /// `descriptor`, `mapping`, `cwd`, `root`, `mount` or `kernel`.
+    /// `descriptor`, `mapping`, `cwd`, `root` or `mount` of a process; `loop`: a loop device;
+    /// `kernel`: nothing that could be named; `others`: how many more there are than are listed.
     pub how: String,
     /// The path or detail.
     pub what: String,
@@ -101,8 +102,11 @@ pub struct Holder {
 
 impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.pid == 0 {
-            return write!(f, "held by the kernel, not nameable");
+        match self.how.as_str() {
+            "kernel" => return write!(f, "held by the kernel, not nameable: {}", self.what),
+            "loop" => return write!(f, "loop device {}", self.what),
+            "others" => return f.write_str(&self.what),
+            _ => {}
         }
         let place = if self.inside { "inside" } else { "outside" };
         write!(

@@ -114,6 +114,15 @@ fn writers_are_named_by_descriptor_and_mapping(place: &Place) {
     assert_eq!((&*found[1].how, found[1].pid, found[1].inside), ("mapping", outside.pid(), false));
     let all = holders::all(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
     assert!(all.len() > found.len(), "readers and our own root: {all:?}");
+    // What a workload opens goes into a record: it is counted, not listed without end.
+    let _many = Child::start(Some(&cgroup), || {
+        for n in 0..100 {
+            std::mem::forget(std::fs::File::create(session.merged(&format!("many-{n}"))).unwrap());
+        }
+    });
+    let found = holders::of(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
+    let (last, named) = found.split_last().unwrap();
+    assert_eq!((named.len(), &*last.how, &*last.what), (64, "others", "38 more"), "{last:?}");
 }
 
 fn holders_in_other_namespaces_are_named(place: &Place) {

@@ -332,6 +332,12 @@ impl Config {
                 return Err((key, format!("{path:?} is not absolute; write it from the root")));
             }
         }
+        if self.runtime_dir.starts_with(&self.state_dir)
+            || self.state_dir.starts_with(&self.runtime_dir)
+        {
+            let why = format!("one of it and {:?} is in the other", self.state_dir);
+            return Err(("runtime_dir", format!("{why}; the one is kept, the other ends with a boot")));
+        }
         let plain = |part| matches!(part, std::path::Component::Normal(_));
         if let Some(cgroup) = &self.cgroup
             && (cgroup.as_os_str().is_empty() || !cgroup.components().all(plain))

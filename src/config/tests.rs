@@ -83,6 +83,8 @@ fn values_that_cannot_be_are_refused_with_their_origin() {
         ("OVERFENCE_LEASE_TTL", "soon", "\"soon\" is not a span of time"),
         ("OVERFENCE_LEASE_MAX_LIFETIME", "2s", "shorter than lease.ttl"),
         ("OVERFENCE_STATE_DIR", "s", "not absolute"),
+        ("OVERFENCE_RUNTIME_DIR", "/var/lib/overfence", "is in the other"),
+        ("OVERFENCE_RUNTIME_DIR", "/var", "is in the other"),
         ("OVERFENCE_CGROUP", "/a", "without a leading slash"),
         ("OVERFENCE_CGROUP", "a/../..", "without a leading slash"),
         ("OVERFENCE_WORKLOAD_UID", "0", "host's root"),

@@ -242,6 +242,18 @@ fn close_modes(place: &Place) {
         assert_eq!(agent.session(id).await.unwrap().state, "ACTIVE");
         agent.close(&ROOT, id, CloseSession { mode: Some(CloseMode::Discard) }).await.unwrap();
         assert_eq!(agent.workspace("w").await.unwrap().version, 0);
+        // What a checkpoint published is committed; what came after it is not.
+        let b = agent.open(&ROOT, wish("w", "b", 60_000)).await.unwrap();
+        let id = b.session.id.parse().unwrap();
+        std::fs::write(merged(&b).join("f"), "y").unwrap();
+        agent.checkpoint(&ROOT, id).await.unwrap();
+        std::fs::write(merged(&b).join("g"), "z").unwrap();
+        let refused = agent.close(&ROOT, id, CloseSession::default()).await.unwrap_err();
+        assert_eq!(refused.code, Code::UncommittedBytes);
+        std::fs::remove_file(merged(&b).join("g")).unwrap();
+        let closed = agent.close(&ROOT, id, CloseSession::default()).await.unwrap();
+        assert_eq!((closed.state.as_str(), closed.expected.version.0), ("CLOSED", 1));
+        assert_eq!(agent.workspace("w").await.unwrap().version, 1);
     });
 }
 

@@ -1,15 +1,17 @@
 //! Sessions: open, show, beat, checkpoint, close, fence, readmit.
 
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Agent, PATIENCE, Sign, actor, unavailable, workspace_id, workspaces};
+use super::{Agent, PATIENCE, Sign, actor, internal, of_upper, unavailable, workspace_id, workspaces};
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::open::{Wish, hash_token};
 use crate::agent::slot::{Applied, Inner, LeaseClock, Slot, draft, take_journal};
 use crate::agent::view;
 use crate::kernel::clock;
+use crate::kernel::walk::Dir;
 use crate::model::code::Code;
 use crate::model::facts::Fact;
 use crate::model::head::{Digest, HeadAt};
@@ -24,6 +26,8 @@ use crate::model::view::{
 };
 use crate::model::workspace::{Acquire, Acquired, Refusal};
 use crate::store::Durability;
+use crate::upper::changes::{self, Format};
+use crate::upper::layer::{self, Source, Writers};
 use crate::workload::{self, Place};
 
 /// Captures and removals of large uppers take their time.
@@ -32,20 +36,20 @@ const LONG: Duration = Duration::from_secs(3600);
 impl Agent {
     /// Opens a session; creates the workspace first if that is wished and it is missing.
     pub async fn open(&self, by: &Caller, wish: OpenSession) -> Result<Opened, Failure> {
-        let by = by.clone();
-        let made = self
-            .blocking(move |host| {
-                host.refuse_when_short()?;
-                if let Some(create) = wish.create.clone() {
-                    match workspaces::create(host, &by, create) {
-                        Err(f) if f.code != Code::WorkspaceExists => return Err(f),
-                        Ok(_) | Err(_) => {}
-                    }
+        // Here and not on a thread of the pool: waking one, and being woken by it, takes longer than
+        // the session's mount.
+        let host = &self.0;
+        let made = tokio::task::block_in_place(|| {
+            host.refuse_when_short()?;
+            if let Some(create) = wish.create.clone() {
+                match workspaces::create(host, by, create) {
+                    Err(f) if f.code != Code::WorkspaceExists => return Err(f),
+                    Ok(_) | Err(_) => {}
                 }
-                let wish = Wish::check(host, &by, wish)?;
-                host.open(&by, wish)
-            })
-            .await?;
+            }
+            let wish = Wish::check(host, by, wish)?;
+            host.open(by, wish)
+        })?;
         let session = self.session_view(&made.slot);
         Ok(Opened {
             session,
@@ -221,24 +225,14 @@ impl Agent {
         let mode = match wish.mode {
             Some(mode) => mode,
             None => {
-                let upper = slot.dirs.upper.clone();
-                let empty = self
-                    .blocking(move |_| {
-                        let dir =
-                            crate::kernel::walk::Dir::open(&upper).map_err(super::internal)?;
-                        crate::upper::changes::is_empty(std::os::fd::AsFd::as_fd(&dir))
-                            .map_err(super::internal)
-                    })
-                    .await?;
-                if !empty {
+                let asked = Arc::clone(&slot);
+                if !self.blocking(move |host| host.is_as_published(&asked)).await? {
                     return Err(denied(&slot.session(), Code::UncommittedBytes));
                 }
-                // Should something be written before the session's end, it is kept, not lost.
-                CloseMode::Keep
+                // Should something be written before the session's end, it is published, not lost.
+                CloseMode::Checkpoint
             }
         };
-        let empty_close = wish.mode.is_none();
-        let mode = if empty_close { CloseMode::Checkpoint } else { mode };
         let key = PublicationKey::fresh();
         taken(&slot, self.0.apply(&slot, Event::CloseAsked { mode, key }, &actor(by)))?;
         let over = |inner: &Inner| {
@@ -332,7 +326,8 @@ impl Agent {
 
     pub(super) fn fenced(&self, slot: &Slot) -> Fenced {
         let session = self.session_view(slot);
-        let effective = slot.session().facts.has(Fact::Frozen);
+        let facts = slot.session().facts;
+        let effective = facts.has(Fact::Frozen) || facts.has(Fact::Killed);
         Fenced { result: if effective { "effective" } else { "pending" }.to_owned(), session }
     }
 
@@ -368,6 +363,22 @@ impl Agent {
 }
 
 impl Host {
+    /// Whether a session that may be running left nothing in its upper that is not committed. Its
+    /// bytes are compared, by a capture: a checkpoint's traces tell nothing of what came after it.
+    fn is_as_published(&self, slot: &Slot) -> Result<bool, Failure> {
+        let own = slot.session().own_layer;
+        let upper = Dir::open(&slot.dirs.upper).map_err(internal)?;
+        if own.is_none() {
+            return changes::is_empty(upper.as_fd()).map_err(internal);
+        }
+        let source = Source::Upper(upper.as_fd(), Format::Trusted);
+        match layer::capture(source, Writers::Running, &self.layers, &|| self.stopping()) {
+            Ok(captured) => Ok(Some(captured.diff_id) == own),
+            Err(crate::upper::Error::Changed { .. }) => Ok(false),
+            Err(fault) => Err(of_upper(fault)),
+        }
+    }
+
     /// The acquisition of a readmission and the session's new record, in one transaction.
     pub fn readmit_now(
         self: &Arc<Self>,

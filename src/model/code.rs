@@ -62,7 +62,7 @@ codes! {
     Draining "draining" 409 4 "The host is being drained: no session is opened until its agent is started again.";
     UncommittedBytes "uncommitted_bytes" 409 4 "The session holds bytes that no publication holds; say --checkpoint, --keep or --discard.";
     UnknownPublication "unknown_publication" 409 4 "A publication of this session has no known outcome yet.";
-    UnknownWorkspace "unknown_workspace" 404 3 "No workspace of this name.";
+    UnknownWorkspace "unknown_workspace" 404 3 "No workspace of this name; `overfence workspace create` makes one, or --create where it is opened.";
     UnknownSession "unknown_session" 404 3 "No session of this id.";
     UnknownLease "unknown_lease" 404 3 "No lease of this id.";
     NotFound "not_found" 404 3 "There is no such thing.";

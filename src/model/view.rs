@@ -1,6 +1,7 @@
 //! What the API takes and shows. Flat and stable: these names are the contract that scripts rely
 //! on. Times are milliseconds unless the name says otherwise; `*_at` are RFC 3339.
 
+mod bounds;
 mod host;
 mod session;
 
@@ -50,11 +51,11 @@ pub struct CreateWorkspace {
     /// Who answers for it; the caller's user name if absent.
     #[serde(default)]
     pub owner: Option<String>,
-    /// How to reach them.
-    #[serde(default)]
+    /// How to reach them; at most 256 bytes.
+    #[serde(default, deserialize_with = "bounds::name")]
     pub contact: String,
-    /// Selectors.
-    #[serde(default)]
+    /// Selectors: at most 64, keys and values of at most 256 bytes.
+    #[serde(default, deserialize_with = "bounds::labels")]
     pub labels: BTreeMap<String, String>,
     /// Host directories captured once as the first layers, lowest first. Absolute paths.
     #[serde(default)]

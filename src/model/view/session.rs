@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{CreateWorkspace, PathText};
+use super::{CreateWorkspace, PathText, bounds};
 use crate::model::facts::{Blocker, Fact, Holder};
 use crate::model::head::{Digest, HeadAt};
 use crate::model::lease::HolderKind;
@@ -71,8 +71,8 @@ pub struct OpenSession {
     /// Grace window for the delta.
     #[serde(default)]
     pub grace_ms: Option<u64>,
-    /// Selectors.
-    #[serde(default)]
+    /// Selectors: at most 64, keys and values of at most 256 bytes.
+    #[serde(default, deserialize_with = "bounds::labels")]
     pub labels: BTreeMap<String, String>,
 }
 
@@ -227,8 +227,8 @@ pub struct FenceSession {
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub on_busy: Option<OnBusy>,
-    /// Why.
-    #[serde(default)]
+    /// Why; at most 4,096 bytes.
+    #[serde(default, deserialize_with = "bounds::reason")]
     pub reason: String,
     /// Wait until the fact is proved or policy has nothing left to do; milliseconds.
     #[serde(default)]
@@ -239,8 +239,8 @@ pub struct FenceSession {
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RevokeLease {
-    /// Why.
-    #[serde(default)]
+    /// Why; at most 4,096 bytes.
+    #[serde(default, deserialize_with = "bounds::reason")]
     pub reason: String,
     /// Wait for `frozen`, milliseconds.
     #[serde(default)]
@@ -260,9 +260,11 @@ pub struct Fenced {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ReadmitSession {
-    /// The person who takes the responsibility.
+    /// The person who takes the responsibility; at most 256 bytes.
+    #[serde(deserialize_with = "bounds::name")]
     pub authorised_by: String,
-    /// Why.
+    /// Why; at most 4,096 bytes.
+    #[serde(deserialize_with = "bounds::reason")]
     pub reason: String,
 }
 

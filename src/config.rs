@@ -336,7 +336,10 @@ impl Config {
             || self.state_dir.starts_with(&self.runtime_dir)
         {
             let why = format!("one of it and {:?} is in the other", self.state_dir);
-            return Err(("runtime_dir", format!("{why}; the one is kept, the other ends with a boot")));
+            return Err((
+                "runtime_dir",
+                format!("{why}; the one is kept, the other ends with a boot"),
+            ));
         }
         let plain = |part| matches!(part, std::path::Component::Normal(_));
         if let Some(cgroup) = &self.cgroup

@@ -106,9 +106,8 @@ impl Store {
             _lock: lock,
         };
         store.host = store.reserve.making_room(|| store.identify(paths))?;
-        let head = store
-            .reserve
-            .making_room(|| store.once(Durability::Lazy, |tx| tx.evidence_head()))?;
+        let head =
+            store.reserve.making_room(|| store.once(Durability::Lazy, |tx| tx.evidence_head()))?;
         store.head.send_replace(head.0);
         Ok(store)
     }

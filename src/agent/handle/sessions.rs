@@ -4,7 +4,9 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Agent, PATIENCE, Sign, actor, internal, of_upper, unavailable, workspace_id, workspaces};
+use super::{
+    Agent, PATIENCE, Sign, actor, internal, of_upper, unavailable, workspace_id, workspaces,
+};
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::open::{Wish, hash_token};

@@ -53,7 +53,8 @@ mod tests {
         let create = |contact: usize, labels: usize, value: usize| {
             let labels: serde_json::Map<_, _> =
                 (0..labels).map(|n| (n.to_string(), "v".repeat(value).into())).collect();
-            let wish = serde_json::json!({ "id": "w", "contact": "c".repeat(contact), "labels": labels });
+            let wish =
+                serde_json::json!({ "id": "w", "contact": "c".repeat(contact), "labels": labels });
             serde_json::from_value::<CreateWorkspace>(wish).map_err(|e| e.to_string())
         };
         assert_eq!(create(256, 64, 256).unwrap().labels.len(), 64);

@@ -133,6 +133,9 @@ pub struct FenceKeys {
     /// From the refusal to the kill under `on_busy = "kill"`.
     #[serde(with = "duration")]
     pub kill_after: Duration,
+    /// From the refusal to the seal under `on_busy = "seal"`.
+    #[serde(with = "duration")]
+    pub seal_after: Duration,
     /// How long a freeze may take.
     #[serde(with = "duration")]
     pub freeze_deadline: Duration,
@@ -245,9 +248,16 @@ impl Default for LeaseKeys {
 
 impl Default for FenceKeys {
     fn default() -> Self {
-        let Policy { on_busy, kill_after, freeze_deadline, on_slow_freeze, after_doubt, .. } =
-            Policy::default();
-        Self { on_busy, kill_after, freeze_deadline, on_slow_freeze, after_doubt }
+        let Policy {
+            on_busy,
+            kill_after,
+            seal_after,
+            freeze_deadline,
+            on_slow_freeze,
+            after_doubt,
+            grace: _,
+        } = Policy::default();
+        Self { on_busy, kill_after, seal_after, freeze_deadline, on_slow_freeze, after_doubt }
     }
 }
 
@@ -311,6 +321,7 @@ impl Config {
         Policy {
             on_busy: self.fence.on_busy,
             kill_after: self.fence.kill_after,
+            seal_after: self.fence.seal_after,
             freeze_deadline: self.fence.freeze_deadline,
             on_slow_freeze: self.fence.on_slow_freeze,
             after_doubt: self.fence.after_doubt,

@@ -36,7 +36,7 @@ const THAW: Duration = Duration::from_millis(500);
 const KILL: Duration = Duration::from_secs(5);
 const AGAIN: Duration = Duration::from_millis(10);
 
-type Answered = Result<Vec<Event>, String>;
+pub(super) type Answered = Result<Vec<Event>, String>;
 
 impl Host {
     /// Performs one effect. A failure is an event like every other answer.
@@ -61,6 +61,8 @@ impl Host {
             Effect::Thaw => self.thaw(slot),
             Effect::ReadOnly => self.read_only(slot, s),
             Effect::ReadWrite => self.read_write(slot),
+            Effect::Seal => self.seal(slot, s),
+            Effect::Unseal => self.unseal(slot),
             Effect::Kill => self.kill(slot, s),
             Effect::Revoke { reason } => self.revoke(s, reason),
             Effect::Capture { key } => self.capture(slot, s, *key),

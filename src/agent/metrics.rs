@@ -48,11 +48,12 @@ struct ByState {
 }
 
 /// What can be said of each fact of a fence.
-const RESULTS: [(Fact, &str); 6] = [
+const RESULTS: [(Fact, &str); 7] = [
     (Fact::Frozen, "proved"),
     (Fact::Frozen, "late"),
     (Fact::ReadOnly, "proved"),
     (Fact::ReadOnly, "busy"),
+    (Fact::Sealed, "proved"),
     (Fact::Killed, "proved"),
     (Fact::Gone, "proved"),
 ];
@@ -201,6 +202,7 @@ impl Metrics {
             Event::FreezeLate { .. } if fenced => fact(Fact::Frozen, "late"),
             Event::ReadOnly { .. } if fenced => fact(Fact::ReadOnly, "proved"),
             Event::Busy { .. } if fenced => fact(Fact::ReadOnly, "busy"),
+            Event::Sealed { .. } if fenced => fact(Fact::Sealed, "proved"),
             Event::Killed { .. } => fact(Fact::Killed, "proved"),
             Event::Gone { .. } => fact(Fact::Gone, "proved"),
             Event::ForeignThaw { .. } => {

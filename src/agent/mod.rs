@@ -32,6 +32,7 @@ mod paths;
 mod pulse;
 mod recover;
 mod renew;
+mod seal;
 mod show;
 mod shutdown;
 mod slot;

@@ -91,6 +91,9 @@ impl Wish {
         if let Some(ms) = wish.kill_after_ms {
             policy.kill_after = Duration::from_millis(ms);
         }
+        if let Some(ms) = wish.seal_after_ms {
+            policy.seal_after = Duration::from_millis(ms);
+        }
         if let Some(ms) = wish.grace_ms {
             policy.grace = Duration::from_millis(ms);
         }
@@ -262,6 +265,7 @@ impl Host {
             loss: None,
             holders: vec![],
             busy_since: None,
+            seal: false,
             blockers: vec![],
             unknown: BTreeMap::new(),
             disposition: None,

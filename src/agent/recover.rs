@@ -164,6 +164,7 @@ impl Host {
         // What somebody else undid while no agent looked is noticed before anything is decided.
         super::watch::look(self, &slot);
         super::sweep::check_read_only(self, &slot);
+        super::seal::check(self, &slot);
         let fence_stamped = self.fence_stamped(&slot);
         let found = Found { boot: self.boot, lease_good, fence_stamped };
         self.apply(&slot, Event::Recovered(found), "agent");

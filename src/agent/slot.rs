@@ -18,6 +18,7 @@ use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome, Stamp};
 use crate::kernel::clock;
 use crate::kernel::overlay::Mounted;
+use crate::kernel::seal;
 use crate::model::code::Code;
 use crate::model::facts::Proof;
 use crate::model::ids::{PublicationKey, SessionId, WorkspaceId};
@@ -72,6 +73,8 @@ pub struct Inner {
     pub frozen_for: Duration,
     /// Why the last capture failed, if it did.
     pub capture_code: Option<Code>,
+    /// A seal or its end that is under way.
+    pub sealing: Option<(&'static str, Arc<seal::Progress>)>,
     /// Bytes and entries of the stopped upper, once counted.
     pub size: Option<(u64, u64)>,
     drafts: Vec<Draft>,
@@ -181,8 +184,9 @@ impl Inner {
             State::Fenced | State::Preserved => {
                 let killed = s.facts.has(Fact::Killed);
                 let stopped = killed || (s.facts.has(Fact::Frozen) && s.fence.to < Fact::Killed);
-                let proved = s.facts.has(Fact::Gone)
-                    || (stopped && s.facts.has(Fact::ReadOnly) && s.fence.to != Fact::Gone);
+                let sealed = s.fence.to != Fact::Sealed || s.facts.has(Fact::Sealed);
+                let read_only = s.facts.has(Fact::ReadOnly) && s.fence.to != Fact::Gone;
+                let proved = s.facts.has(Fact::Gone) || (stopped && read_only && sealed);
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }
             State::Active => {
@@ -215,6 +219,7 @@ impl Slot {
                 frozen_at: None,
                 frozen_for: Duration::ZERO,
                 capture_code: None,
+                sealing: None,
                 size: None,
                 drafts: Vec::new(),
                 queue: VecDeque::new(),

@@ -84,6 +84,7 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     for slot in host.slots() {
         super::watch::look(host, &slot);
         check_read_only(host, &slot);
+        super::seal::check(host, &slot);
         host.apply(&slot, Event::Witnessed { add_ms, may_delete }, "agent");
         let s = slot.session();
         *states.entry(s.state).or_default() += 1;

@@ -11,7 +11,7 @@ use crate::model::facts::Fact;
 use crate::model::lease::Lease;
 use crate::model::session::{OnBusy, Session, State};
 use crate::model::view::{
-    FactView, LeaseView, PathText, PreservedView, SessionView, WorkspaceView,
+    FactView, LeaseView, PathText, PreservedView, SealingView, SessionView, WorkspaceView,
 };
 use crate::model::workspace::Workspace;
 
@@ -40,6 +40,7 @@ impl Host {
             may_resume: s.may_resume(),
             facts: facts(s),
             missing: missing(s).map(|f| f.name().to_owned()),
+            sealing: inner.sealing.as_ref().map(|(what, progress)| sealing(what, progress)),
             holders: s.holders.clone(),
             blockers: s.blockers.clone(),
             base: s.base.clone(),
@@ -145,6 +146,7 @@ fn next(s: &Session) -> (&'static str, bool) {
         _ if !s.unknown.is_empty() => ("kept: a publication has no known outcome", false),
         State::Fencing => ("kept until it is proved frozen", false),
         State::Fenced if s.on_busy() == OnBusy::Kill => ("killed after kill_after", false),
+        State::Fenced if s.on_busy() == OnBusy::Seal => ("sealed after seal_after", false),
         State::Fenced => ("kept until it is read-only", false),
         State::Opening | State::Active | State::Releasing | State::Preserved | State::Closed => {
             ("removed", true)
@@ -166,15 +168,21 @@ fn facts(s: &Session) -> Vec<FactView> {
         .collect()
 }
 
+fn sealing(what: &str, progress: &crate::kernel::seal::Progress) -> SealingView {
+    let (done, total) = progress.now();
+    SealingView { what: what.to_owned(), done, total }
+}
+
 /// The strongest fact that the fence goes for and does not have.
 pub fn missing(s: &Session) -> Option<Fact> {
     match s.state {
         State::Fencing | State::Fenced | State::Preserved => {
             let wanted = Fact::ALL.into_iter().filter(|f| *f <= s.fence.to);
-            let needed = wanted.filter(|f| *f != Fact::Killed || s.fence.to >= Fact::Killed);
-            // Who was killed cannot run: stronger than frozen.
-            let killed = s.facts.has(Fact::Killed);
-            let there = |f: Fact| s.facts.has(f) || (killed && f == Fact::Frozen);
+            // A seal is for who asked for it, no step on the way to a kill.
+            let needed = wanted.filter(|f| *f != Fact::Sealed || s.fence.to == Fact::Sealed);
+            // Who was killed cannot run: stronger than frozen. After it is gone nothing is missing.
+            let (killed, gone) = (s.facts.has(Fact::Killed), s.facts.has(Fact::Gone));
+            let there = |f: Fact| s.facts.has(f) || gone || (killed && f == Fact::Frozen);
             needed.filter(|f| !there(*f)).max()
         }
         State::Opening

@@ -25,7 +25,8 @@ pub struct Fence {
     /// How far to go.
     #[arg(long, value_name = "FACT")]
     to: Option<Strength>,
-    /// When the frozen writer still holds a descriptor: stay frozen, or kill it after a while.
+    /// When the frozen writer still holds a descriptor: stay frozen, seal its upper or kill it
+    /// after a while.
     #[arg(long, value_name = "WHAT")]
     on_busy: Option<Busy>,
     /// Why; goes into the evidence.
@@ -51,6 +52,9 @@ enum Strength {
     Frozen,
     /// And the overlay refuses every write.
     ReadOnly,
+    /// And nothing in its upper can be changed, as far as its file system goes; see
+    /// docs/OPERATIONS.md.
+    Sealed,
     /// And its processes are gone.
     Killed,
 }
@@ -60,6 +64,8 @@ enum Strength {
 pub(super) enum Busy {
     /// Stay frozen and go on trying.
     Hold,
+    /// Set the immutable flag on what is in the upper, after `fence.seal_after`.
+    Seal,
     /// Kill after `fence.kill_after`.
     Kill,
 }
@@ -68,6 +74,7 @@ impl From<Busy> for OnBusy {
     fn from(busy: Busy) -> Self {
         match busy {
             Busy::Hold => Self::Hold,
+            Busy::Seal => Self::Seal,
             Busy::Kill => Self::Kill,
         }
     }
@@ -92,6 +99,7 @@ pub(super) fn fence(context: &Context, wish: Fence) -> Result<(), Failure> {
     let to = wish.to.map(|strength| match strength {
         Strength::Frozen => Fact::Frozen,
         Strength::ReadOnly => Fact::ReadOnly,
+        Strength::Sealed => Fact::Sealed,
         Strength::Killed => Fact::Killed,
     });
     let body = FenceSession {
@@ -115,7 +123,7 @@ impl Patience {
     /// Who waited wanted the fact: without it the answer is a partial one.
     pub(super) fn judge(&self, answer: &Fenced, wanted: Fact) -> Result<(), Failure> {
         let session = &answer.session;
-        if self.wait.is_none() || session.facts.iter().any(|proved| proved.fact >= wanted) {
+        if self.wait.is_none() || session.facts.iter().any(|proved| proved.fact.covers(wanted)) {
             return Ok(());
         }
         let mut message = format!("session {} is not proved {wanted} yet", session.id);

@@ -14,7 +14,7 @@ use crate::model::limits::{Cpus, Limits, Size};
 use crate::model::session::CloseMode;
 use crate::model::slice::Slice;
 use crate::model::view::{
-    Checkpointed, CloseSession, CreateWorkspace, OpenSession, Opened, SessionView,
+    Checkpointed, CloseSession, CreateWorkspace, OpenSession, Opened, SealingView, SessionView,
 };
 
 /// What can be done with sessions.
@@ -212,6 +212,7 @@ pub(super) fn open(
         wait_ms: None,
         on_busy: terms.on_busy.map(Into::into),
         kill_after_ms: None,
+        seal_after_ms: None,
         grace_ms: None,
         labels,
     };
@@ -250,6 +251,13 @@ fn close(context: &Context, client: &Client, wish: &Close) -> Result<SessionView
         session = view.id;
     }
     client.post(&path(&["sessions", &session, "close"]), &CloseSession { mode })
+}
+
+fn sealing(now: &SealingView) -> String {
+    match now.total {
+        0 => format!("{}: counting", now.what),
+        total => format!("{}: {} of {total} files and directories", now.what, now.done),
+    }
 }
 
 /// Where uncommitted bytes of a session are, in words.
@@ -351,6 +359,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("in doubt", session.doubt.clone()),
         ("lost", session.loss.clone()),
         ("missing", session.missing.clone()),
+        ("sealing", session.sealing.as_ref().map(sealing)),
         ("base", Some(format!("version {}, {}", session.base.version, session.base.head))),
         ("expects", Some(format!("version {}", session.expected.version))),
         ("unknown", Some(table::joined(&session.unknown))),

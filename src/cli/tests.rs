@@ -75,7 +75,7 @@ fn what_makes_no_sense_is_a_usage_error() {
         "overfence fence",
         "overfence fence s-1 -w w",
         "overfence fence s-1 --to gated",
-        "overfence fence s-1 --on-busy seal",
+        "overfence fence s-1 --on-busy wait",
         "overfence readmit s-1 --reason x",
         "overfence readmit s-1 --authorised-by me",
         "overfence lease beat s-1",

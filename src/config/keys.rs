@@ -41,10 +41,12 @@ const KEYS: &[(&str, &str, &str)] = &[
     (
         "fence.on_busy",
         "When a frozen writer still holds a descriptor: \"hold\" stays frozen and goes on trying, \
-         \"kill\" kills it after kill_after.",
+         \"seal\" sets the immutable flag on the upper after seal_after, \"kill\" kills it after \
+         kill_after.",
         "",
     ),
     ("fence.kill_after", "From that refusal to the kill, under on_busy = \"kill\"; a span.", ""),
+    ("fence.seal_after", "From that refusal to the seal, under on_busy = \"seal\"; a span.", ""),
     ("fence.freeze_deadline", "How long a freeze may take; a span.", ""),
     (
         "fence.on_slow_freeze",

@@ -37,7 +37,7 @@ fn faults_name_the_line() {
         ("[lease]\nttl = \"30\"", 2, "\"30\" is not a span of time"),
         ("[lease]\nttl = 30", 2, "invalid type"),
         ("\n\nx = = 1", 3, ""),
-        ("[fence]\non_busy = \"seal\"", 2, "unknown variant `seal`"),
+        ("[fence]\non_busy = \"wait\"", 2, "unknown variant `wait`"),
         ("[api]\nmetrics_listen = \"here\"", 2, "invalid socket address"),
     ] {
         let said = refused(&[("config.toml", text)], &[]);

@@ -12,6 +12,7 @@
 //!     (xattr) trusted.overfence.ticket  digest of the ticket that sealed it
 //! <run>/deadlines                       `deadlines::Table`: the agent writes, the keeper reads
 //! <run>/cell                            `ns::make_cell`: a pinned mount namespace (nsfs bind)
+//! <session>/seal                        `seal`: what carried the flag before we set ours
 //! <probe directory>/.overfence-probe-*  `overlay::preflight`, `gone::index_probe`, `doctor`:
 //!                                       removed again before they return
 //! ```
@@ -37,6 +38,7 @@ pub mod limits;
 pub mod mountinfo;
 pub mod ns;
 pub mod overlay;
+pub mod seal;
 mod slots;
 mod statmount;
 pub mod unit;

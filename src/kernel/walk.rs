@@ -117,6 +117,29 @@ impl Dir {
         Ok(Self { fd, path: self.path.join(name) })
     }
 
+    /// Opens the directory above this one, which must be `want` (device and inode).
+    pub fn parent(&self, want: (u64, u64)) -> Result<Self> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let resolve = INSIDE.difference(ResolveFlags::BENEATH);
+        let fd = loop {
+            match rustix::fs::openat2(&self.fd, c"..", flags, Mode::empty(), resolve) {
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                answer => break answer.at("go up from", &self.path)?,
+            }
+        };
+        let up = Self { fd, path: self.path.parent().unwrap_or(Path::new("")).to_owned() };
+        let info = up.own_stat()?;
+        match (info.dev, info.ino) == want {
+            true => Ok(up),
+            false => Err(Errno::STALE).at("go up again, it was moved, from", &self.path),
+        }
+    }
+
+    /// The same directory under another path for messages.
+    pub fn renamed(self, path: &Path) -> Self {
+        Self { fd: self.fd, path: path.to_owned() }
+    }
+
     /// Opens a regular file in this directory for reading. Anything else is refused (`ELOOP` for a
     /// symlink, `ENXIO` for the rest) without having been opened.
     pub fn open_file(&self, name: &OsStr) -> Result<OwnedFd> {

@@ -15,6 +15,9 @@ pub enum Fact {
     Frozen,
     /// The overlay's superblock is read-only and a write probe got EROFS.
     ReadOnly,
+    /// FS_IMMUTABLE is set on the files and directories of the upper and was read back. What that
+    /// stops differs by file system and stands in the proof.
+    Sealed,
     /// `cgroup.events` says populated 0 after `cgroup.kill`.
     Killed,
     /// The overlay's superblock died.
@@ -23,15 +26,27 @@ pub enum Fact {
 
 impl Fact {
     /// All facts this build can prove, weakest first.
-    pub const ALL: [Self; 4] = [Self::Frozen, Self::ReadOnly, Self::Killed, Self::Gone];
+    pub const ALL: [Self; 5] =
+        [Self::Frozen, Self::ReadOnly, Self::Sealed, Self::Killed, Self::Gone];
 
     /// The name used in output and metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Frozen => "frozen",
             Self::ReadOnly => "read-only",
+            Self::Sealed => "sealed",
             Self::Killed => "killed",
             Self::Gone => "gone",
+        }
+    }
+
+    /// Whether who has this fact has `wanted` as well. A seal stands beside the others: it does not
+    /// say that the overlay is read-only, and a kill does not say that the upper is sealed.
+    pub const fn covers(self, wanted: Self) -> bool {
+        match (self, wanted) {
+            (Self::Gone, _) | (Self::Sealed, Self::Sealed | Self::Frozen) => true,
+            (Self::Sealed, _) | (_, Self::Sealed) => false,
+            (_, _) => self as u8 >= wanted as u8,
         }
     }
 }

@@ -142,6 +142,8 @@ pub enum OnBusy {
     /// Stay frozen and go on trying.
     #[default]
     Hold,
+    /// Seal the upper after `seal_after`, and go on trying.
+    Seal,
     /// Kill after `kill_after`.
     Kill,
 }
@@ -177,6 +179,9 @@ pub struct Policy {
     /// From the EBUSY to the kill under `on_busy = kill`.
     #[serde(rename = "kill_after_ms", with = "millis")]
     pub kill_after: Duration,
+    /// From the EBUSY to the seal under `on_busy = seal`.
+    #[serde(rename = "seal_after_ms", with = "millis")]
+    pub seal_after: Duration,
     /// How long a freeze may take before `on_slow_freeze` acts.
     #[serde(rename = "freeze_deadline_ms", with = "millis")]
     pub freeze_deadline: Duration,
@@ -194,6 +199,7 @@ impl Default for Policy {
         Self {
             on_busy: OnBusy::Hold,
             kill_after: Duration::from_secs(3600),
+            seal_after: Duration::from_secs(30),
             freeze_deadline: Duration::from_millis(500),
             on_slow_freeze: OnSlowFreeze::Wait,
             after_doubt: AfterDoubt::ResumeIfUnclaimed,
@@ -382,6 +388,10 @@ pub struct Session {
     pub holders: Vec<Holder>,
     /// When that first happened.
     pub busy_since: Option<BootNs>,
+    /// Flags of ours are, or may be, on the upper: from the intent of a seal until its end is
+    /// confirmed. Nothing is thawed meanwhile.
+    #[serde(default)]
+    pub seal: bool,
     /// Who did not freeze in time.
     pub blockers: Vec<Blocker>,
     /// Publications without a known outcome, and the layer each offered. They are resolved at the
@@ -405,6 +415,14 @@ impl Session {
     /// What happens on EBUSY.
     pub fn on_busy(&self) -> OnBusy {
         self.fence.on_busy.unwrap_or(self.policy.on_busy)
+    }
+
+    /// Whether the upper is to be sealed now: it was asked for, or a writer has kept the overlay
+    /// from becoming read-only for long enough.
+    pub fn wants_seal(&self, now: BootNs) -> bool {
+        let due = self.busy_since.is_some_and(|t| now.since(t) >= self.policy.seal_after);
+        let wanted = self.fence.to == Fact::Sealed || (self.on_busy() == OnBusy::Seal && due);
+        wanted && !self.facts.has(Fact::Sealed)
     }
 
     /// Whether the lease may still be renewed for it.

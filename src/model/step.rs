@@ -143,6 +143,21 @@ pub enum Event {
         /// What was read.
         seen: String,
     },
+    /// The files and directories of the upper carry the flag.
+    Sealed {
+        /// The kernel's answer, and what it is worth there.
+        proof: Proof,
+    },
+    /// Somebody took the seal off.
+    SealLost {
+        /// What was read.
+        seen: String,
+    },
+    /// No flag of ours is on the upper any more, and what it holds can be written.
+    Unsealed {
+        /// The kernel's answer.
+        proof: Proof,
+    },
     /// The overlay is writable again, on our wish.
     Writable {
         /// The kernel's answer.
@@ -261,6 +276,10 @@ pub enum Effect {
     ReadOnly,
     /// Remount it writable.
     ReadWrite,
+    /// Set the immutable flag on what is in the upper.
+    Seal,
+    /// Take off every flag that a seal set, and ask whether writes work again.
+    Unseal,
     /// End the session's processes.
     Kill,
     /// Tell the authority that the lease is over.
@@ -301,7 +320,7 @@ pub enum Effect {
 
 impl Effect {
     /// Effects whose intent must be durable before they are done (I3). Freezing is reversible
-    /// and comes ahead of its record.
+    /// and comes ahead of its record; a seal is reversible too, but only by who knows of it.
     pub const fn irreversible(&self) -> bool {
         match self {
             Self::Kill
@@ -313,6 +332,8 @@ impl Effect {
             | Self::ProveGone
             | Self::Remove
             | Self::ReadWrite
+            | Self::Seal
+            | Self::Unseal
             | Self::Thaw => true,
             Self::Freeze { .. } | Self::ReadOnly | Self::Capture { .. } | Self::Show => false,
         }
@@ -324,6 +345,8 @@ impl Effect {
         "thaw",
         "read_only",
         "read_write",
+        "seal",
+        "unseal",
         "kill",
         "revoke",
         "capture",
@@ -343,6 +366,8 @@ impl Effect {
             Self::Thaw => "thaw",
             Self::ReadOnly => "read_only",
             Self::ReadWrite => "read_write",
+            Self::Seal => "seal",
+            Self::Unseal => "unseal",
             Self::Kill => "kill",
             Self::Revoke { .. } => "revoke",
             Self::Capture { .. } => "capture",
@@ -409,6 +434,9 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         Event::ReadOnly { proof, empty } => on_read_only(s, proof, *empty),
         Event::Busy { proof, holders } => on_busy(s, proof, holders),
         Event::ReadOnlyLost { .. } => on_read_only_lost(s),
+        Event::Sealed { proof } => on_sealed(s, proof),
+        Event::SealLost { .. } => on_seal_lost(s),
+        Event::Unsealed { .. } => on_unsealed(s),
         Event::Writable { .. } => on_writable(s),
         Event::Thawed { .. } => on_thawed(s),
         Event::Killed { proof } => on_killed(s, proof),
@@ -434,6 +462,7 @@ mod fence;
 mod hold;
 mod lifecycle;
 mod removal;
+mod seal;
 
 use fence::{
     lose, on_busy, on_fence_asked, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only,
@@ -445,6 +474,7 @@ use hold::{
 };
 use lifecycle::{on_failed, on_open_failed, on_opened, on_renewal_missed, recover};
 use removal::{on_disposed, on_gone, on_kept, on_killed, on_removed, on_witnessed};
+use seal::{on_seal_lost, on_sealed, on_unsealed, seal};
 
 fn begin_deleting(s: &mut Session, why: Disposition) -> Step {
     s.disposition = Some(why);

@@ -19,7 +19,7 @@ pub use host::{
 };
 pub use session::{
     Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced, OpenSession,
-    Opened, ReadmitSession, RevokeLease, SessionView,
+    Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
 };
 
 /// A problem, as `application/problem+json` (RFC 9457) with a stable code.

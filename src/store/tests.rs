@@ -62,6 +62,7 @@ fn session(n: u128) -> Session {
         loss: None,
         holders: Vec::new(),
         busy_since: None,
+        seal: false,
         blockers: Vec::new(),
         unknown: BTreeMap::from([(PublicationKey::from_u128(5), Digest([6; 32]))]),
         disposition: None,

@@ -284,7 +284,7 @@ impl Agent {
         if to == Fact::Gone {
             return Err(Failure::new(
                 Code::BadRequest,
-                "a fence goes to frozen, read-only or killed; what is gone is removed by `preserved discard`",
+                "a fence goes to frozen, read-only, sealed or killed; what is gone is removed by `preserved discard`",
             ));
         }
         let reason =
@@ -300,7 +300,7 @@ impl Agent {
         slot.wait_for(wait, |inner| {
             let s = &inner.session;
             // Busy is an answer once it was tried after this was asked, and not only before.
-            let busy = s.busy_since.is_some() && to != Fact::Killed && inner.is_idle();
+            let busy = s.busy_since.is_some() && to <= Fact::ReadOnly && inner.is_idle();
             !s.holds_lease() && view::missing(s).is_none() || busy
         })
         .await;

@@ -89,6 +89,15 @@ impl Model {
                 w.hosts[i].kernel.read_only = false;
                 Some(Event::Writable { proof: proof() })
             }
+            Effect::Seal => {
+                w.hosts[i].kernel.sealed = true;
+                Some(Event::Sealed { proof: proof() })
+            }
+            Effect::Unseal => {
+                let k = &mut w.hosts[i].kernel;
+                (k.sealed, k.read_only) = (false, false);
+                Some(Event::Unsealed { proof: proof() })
+            }
             Effect::Kill => {
                 w.hosts[i].kernel.alive = false;
                 Some(Event::Killed { proof: proof() })
@@ -183,7 +192,8 @@ impl Model {
             return None;
         }
         h.entry = Some((generation, h.deadline));
-        let undone = h.kernel.frozen && h.kernel.fenced >= generation;
+        // A writer that is let run finds its upper writable.
+        let undone = (h.kernel.frozen && h.kernel.fenced >= generation) || h.kernel.sealed;
         h.kernel.wish = false;
         h.kernel.frozen = false;
         h.kernel.stamp = None;

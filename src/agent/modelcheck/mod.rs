@@ -59,6 +59,8 @@ pub struct Scope {
     pub ttl: u8,
     /// Host 0 has no session at first.
     pub empty: bool,
+    /// A busy overlay is sealed.
+    pub seal: bool,
     /// Host clocks may stand still while the authority's runs on.
     pub paused: bool,
     /// Everything else may happen between two effects of host 0, not only its crash.
@@ -77,7 +79,7 @@ impl stateright::Model for Model {
     type Action = Move;
 
     fn init_states(&self) -> Vec<World> {
-        vec![World::new(self.scope.left.clone(), self.scope.ttl, self.scope.empty)]
+        vec![World::new(self.scope.left.clone(), self.scope.ttl, self.scope.empty, self.scope.seal)]
     }
 
     fn actions(&self, w: &World, out: &mut Vec<Move>) {
@@ -139,7 +141,7 @@ mod tests {
     }
 
     fn scope(left: Left) -> Scope {
-        Scope { left, clock: 2, ttl: 2, empty: false, paused: false, fine: false }
+        Scope { left, clock: 2, ttl: 2, empty: false, seal: false, paused: false, fine: false }
     }
 
     /// Three generations, a publication of each host, a writer that goes on writing.
@@ -199,6 +201,28 @@ mod tests {
         let left = Left { fences: 1, foreign: 1, slow: 1, busy: 1, ..small() };
         holds("foreign", scope(Left { writes: 0, acquisitions: 0, ..left.clone() }));
         holds("operator", scope(Left { crashes: 1, foreign: 0, keys: [0, 0], ..left }));
+    }
+
+    /// A writer that keeps its overlay busy, an operator, a readmission.
+    fn sealing() -> Scope {
+        let left = Left { fences: 1, busy: 1, crashes: 1, keys: [0, 0], ..small() };
+        Scope { seal: true, ..scope(left) }
+    }
+
+    #[test]
+    fn holds_with_a_seal_and_a_crash() {
+        holds("seal", sealing());
+    }
+
+    #[test]
+    fn holds_with_a_seal_a_reboot_and_a_discard() {
+        let left = Left { reboots: 1, discards: 1, crashes: 0, ..sealing().left };
+        holds("seal, reboot", Scope { left, ..sealing() });
+    }
+
+    #[test]
+    fn finds_a_seal_ahead_of_its_record() {
+        caught(Bug::EffectBeforeRecord, "I3", sealing());
     }
 
     #[test]

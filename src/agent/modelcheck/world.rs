@@ -16,7 +16,7 @@ use crate::model::ids::{
     BootId, Generation, HostId, LeaseId, Owner, PublicationKey, SessionId, WorkspaceId,
 };
 use crate::model::lease::{HolderKind, Lease};
-use crate::model::session::{Disposition, Policy, RunAs, Session, Stage, State, Work};
+use crate::model::session::{Disposition, OnBusy, Policy, RunAs, Session, Stage, State, Work};
 use crate::model::step::{Effect, Event, Purpose, Step, step};
 use crate::model::time::{BootInstant, BootNs};
 use crate::model::workspace::{Acquire, Acquired, KeyState, Publish, Refusal, Workspace};
@@ -101,6 +101,8 @@ pub struct Kernel {
     pub frozen: bool,
     pub stamp: Option<(Purpose, Generation)>,
     pub read_only: bool,
+    /// Flags of ours are on the upper; they outlive a reboot.
+    pub sealed: bool,
     pub mounted: bool,
     /// The upper: how many writes it has seen. It outlives a reboot.
     pub content: u8,
@@ -121,7 +123,12 @@ impl Kernel {
     }
 
     pub fn can_write(&self) -> bool {
-        self.alive && self.started && self.mounted && !self.frozen && !self.read_only
+        self.alive
+            && self.started
+            && self.mounted
+            && !self.frozen
+            && !self.read_only
+            && !self.sealed
     }
 }
 
@@ -174,6 +181,8 @@ pub struct World {
     pub left: Left,
     /// Leases seen run out: they may never publish again.
     pub lapsed: BTreeSet<Generation>,
+    /// Sessions are opened with `on_busy = seal`, at once.
+    pub seal: bool,
     /// Which property an action broke.
     pub broken: Option<Invariant>,
 }
@@ -201,7 +210,7 @@ pub fn owner() -> Owner {
 impl World {
     /// Host 0 runs a session under generation 1, or, when `empty`, has none yet; host 1 wants the
     /// workspace.
-    pub fn new(left: Left, ttl: u8, empty: bool) -> Self {
+    pub fn new(left: Left, ttl: u8, empty: bool, seal: bool) -> Self {
         let id: WorkspaceId = "w".parse().unwrap();
         let mut world = Self {
             now: 0,
@@ -211,6 +220,7 @@ impl World {
             hosts: [Host { up: true, ..Host::default() }, Host { up: true, ..Host::default() }],
             left,
             lapsed: BTreeSet::new(),
+            seal,
             broken: None,
         };
         if empty {
@@ -299,7 +309,7 @@ impl World {
             expected: got.at,
             own_layer: None,
             labels: BTreeMap::new(),
-            policy: Policy::default(),
+            policy: self.policy(),
             fence: crate::model::session::FenceWish::default(),
             state: State::Opening,
             work: None,
@@ -308,6 +318,7 @@ impl World {
             loss: None,
             holders: Vec::new(),
             busy_since: None,
+            seal: false,
             blockers: Vec::new(),
             unknown: BTreeMap::new(),
             disposition: None,
@@ -322,6 +333,11 @@ impl World {
         h.saved = Some(record);
         h.deadline = deadline;
         h.effects = vec![Effect::Show];
+    }
+
+    fn policy(&self) -> Policy {
+        let on_busy = if self.seal { OnBusy::Seal } else { OnBusy::Hold };
+        Policy { on_busy, seal_after: Duration::ZERO, ..Policy::default() }
     }
 
     /// Mount, cgroup and ticket; the keeper's entry is there before the cgroup.
@@ -386,6 +402,7 @@ impl World {
             let excused = h.notice.is_some();
             (!s.facts.has(Fact::Frozen) || k.frozen || !k.alive || excused)
                 && (!s.facts.has(Fact::ReadOnly) || k.read_only || !k.mounted || excused)
+                && (!s.facts.has(Fact::Sealed) || k.sealed || !k.directory)
                 && (!s.facts.has(Fact::Killed) || !k.alive)
                 && (!s.facts.has(Fact::Gone) || !k.mounted)
         })

@@ -220,7 +220,8 @@ fn write_probe(root: &OwnedFd) -> rustix::io::Result<()> {
 /// answer the probe the same and stop nobody who has another mount.
 pub fn is_read_only(root: &OwnedFd) -> Result<bool> {
     match write_probe(root) {
-        Ok(()) => return Ok(false),
+        // EPERM: the superblock lets it pass, a sealed upper does not.
+        Ok(()) | Err(Errno::PERM) => return Ok(false),
         Err(Errno::ROFS) => {}
         Err(e) => return Err(e).at("write-probe", "the overlay's root"),
     }

@@ -220,7 +220,7 @@ pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Ste
 
 /// After freeze and read-only gave their answers: is anything left for policy to do?
 pub(super) fn settle(s: &mut Session) -> Step {
-    let killed = s.facts.has(Fact::Killed);
+    let (killed, sealed) = (s.facts.has(Fact::Killed), s.facts.has(Fact::Sealed));
     // The close had published everything after the last process ended; only the lease was lost
     // before it could be given back.
     if s.disposition == Some(Disposition::Clean) && writerless(s) {
@@ -234,8 +234,22 @@ pub(super) fn settle(s: &mut Session) -> Step {
         s.state = State::Fenced;
         return Step::go([Effect::ProveGone]);
     }
-    let kill_pending = s.on_busy() == OnBusy::Kill && s.busy_since.is_some() && !killed;
-    let next = if kill_pending { State::Fenced } else { State::Preserved };
+    // Only the first time: what did not work is tried again by the ticks.
+    if s.fence.to == Fact::Sealed && !sealed && s.state == State::Fencing {
+        s.state = State::Fenced;
+        return Step::go([seal(s)]);
+    }
+    let pending = match s.on_busy() {
+        OnBusy::Hold => false,
+        // Who is preserved already stays so: a seal is no end of anything.
+        OnBusy::Seal => !sealed && s.state != State::Preserved,
+        OnBusy::Kill => !killed,
+    };
+    let wanted = s.fence.to == Fact::Sealed && !sealed && s.state == State::Fenced;
+    let next = match wanted || (pending && s.busy_since.is_some()) {
+        true => State::Fenced,
+        false => State::Preserved,
+    };
     if s.state == next {
         return Step::note();
     }
@@ -300,7 +314,12 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
                 return Step::quiet(resolve_unknown(s).chain([Effect::ProveGone]));
             }
             let wants_ro = s.fence.to != Fact::Frozen && !s.facts.has(Fact::ReadOnly);
-            Step::quiet(resolve_unknown(s).chain(wants_ro.then_some(Effect::ReadOnly)))
+            let begun = s.seal;
+            let sealing = s.wants_seal(now).then(|| seal(s));
+            let record = sealing.is_some() && !begun;
+            let next = resolve_unknown(s).chain(sealing);
+            let step = Step::quiet(next.chain(wants_ro.then_some(Effect::ReadOnly)));
+            Step { record, ..step }
         }
         State::Deleting => Step::quiet(super::removal::next_removal(s)),
         State::Releasing => match s.work {

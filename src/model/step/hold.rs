@@ -249,11 +249,18 @@ pub(super) fn on_readmitted(
     s.witnessed = std::time::Duration::ZERO;
     s.keep_until = None;
     s.facts = super::super::facts::Facts::default();
-    Step::go([Effect::ReadWrite])
+    Step::go([make_writable(s)])
+}
+
+/// The next thing that a resumed session needs to write again.
+pub(super) fn make_writable(s: &Session) -> Effect {
+    if s.seal { Effect::Unseal } else { Effect::ReadWrite }
 }
 
 pub(super) fn on_writable(s: &mut Session) -> Step {
     match (s.state, &s.work) {
+        // Nothing runs on a sealed upper.
+        (State::Active, Some(Work::Resume)) if s.seal => Step::quiet([]),
         (State::Active, Some(Work::Resume)) => Step::go([Effect::Show, Effect::Thaw]),
         (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => {
             Step::quiet([])
@@ -273,6 +280,7 @@ pub(super) fn on_writable(s: &mut Session) -> Step {
 
 pub(super) fn on_thawed(s: &mut Session) -> Step {
     match (s.state, &s.work) {
+        (State::Active, Some(Work::Resume)) if s.seal => Step::quiet([]),
         (State::Active, Some(Work::Resume)) => {
             s.work = None;
             Step::note()

@@ -90,6 +90,11 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
         State::Fencing if what == Effect::ReadOnly.name() && s.facts.has(Fact::Frozen) => {
             return super::fence::settle(s);
         }
+        // It keeps what it has, its bytes are kept, and the ticks go on trying.
+        State::Fenced if what == Effect::Seal.name() => {
+            s.state = State::Preserved;
+            return Step::go([Effect::Show]);
+        }
         State::Opening
         | State::Releasing
         | State::Fencing
@@ -126,7 +131,7 @@ pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
                 s.trouble = Some("the checkpoint was given up: the agent started again".to_owned());
                 thaw_then(s, key, None)
             }
-            Some(Work::Resume) => Step::go([Effect::ReadWrite]),
+            Some(Work::Resume) => Step::go([super::hold::make_writable(s)]),
             // Thawing is a question to the stamp: a running session is left as it is.
             Some(Work::Close { .. }) | None => Step::quiet([Effect::Thaw, Effect::Show]),
         },

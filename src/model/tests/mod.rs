@@ -1,6 +1,7 @@
 //! Tests of the rules: a table of the steps that matter, and properties over random sequences.
 
 mod properties;
+mod seal;
 mod table;
 mod workspace;
 
@@ -62,6 +63,7 @@ fn session(state: State) -> Session {
         loss: None,
         holders: Vec::new(),
         busy_since: None,
+        seal: false,
         blockers: Vec::new(),
         unknown: BTreeMap::new(),
         disposition: None,

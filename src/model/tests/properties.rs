@@ -17,7 +17,9 @@ use super::super::time::BootNs;
 use super::super::workspace::Refusal;
 use super::{boot, key, layer, proof, session};
 
-const FACTS: [Fact; 4] = Fact::ALL;
+const FACTS: [Fact; 5] = Fact::ALL;
+
+const ON_BUSY: [OnBusy; 3] = [OnBusy::Hold, OnBusy::Seal, OnBusy::Kill];
 
 fn losses() -> impl Strategy<Value = Loss> {
     prop_oneof![
@@ -60,9 +62,8 @@ fn events() -> impl Strategy<Value = Event> {
     let p = || proof(0);
     let modes =
         prop_oneof![Just(CloseMode::Checkpoint), Just(CloseMode::Keep), Just(CloseMode::Discard)];
-    let to =
-        prop_oneof![Just(Fact::Frozen), Just(Fact::ReadOnly), Just(Fact::Killed), Just(Fact::Gone)];
-    let on_busy = prop_oneof![Just(None), Just(Some(OnBusy::Hold)), Just(Some(OnBusy::Kill))];
+    let to = proptest::sample::select(FACTS.as_slice());
+    let on_busy = proptest::option::of(proptest::sample::select(ON_BUSY.as_slice()));
     let fence = prop_oneof![
         (to, on_busy).prop_map(|(to, on_busy)| Event::FenceAsked {
             wish: FenceWish { to, on_busy },
@@ -78,6 +79,9 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::Busy { proof: p(), holders: Vec::new() }),
         Just(Event::ReadOnlyLost { seen: "rw".into() }),
         Just(Event::Writable { proof: p() }),
+        Just(Event::Sealed { proof: p() }),
+        Just(Event::SealLost { seen: "no flag".into() }),
+        Just(Event::Unsealed { proof: p() }),
         Just(Event::Thawed { proof: p() }),
         Just(Event::Killed { proof: p() }),
         Just(Event::Gone { proof: p() }),
@@ -106,7 +110,8 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::Renewed),
         Just(Event::RenewalMissed { cause: "timeout".into() }),
         Just(Event::Removed { bytes: 1, entries: 1 }),
-        Just(Event::Failed { what: "thaw".into(), why: "EIO".into() }),
+        proptest::sample::select(["thaw", "seal", "unseal"].as_slice())
+            .prop_map(|what| Event::Failed { what: what.into(), why: "EIO".into() }),
         dispositions().prop_map(|disposition| Event::Disposed { disposition }),
         (0u64..9).prop_map(|until_ms| Event::Kept { until_ms, by: "op".into() }),
         (0u64..4, any::<bool>())
@@ -117,8 +122,10 @@ fn events() -> impl Strategy<Value = Event> {
 }
 
 fn policies() -> impl Strategy<Value = Policy> {
-    (any::<bool>(), any::<bool>()).prop_map(|(busy, slow)| Policy {
-        on_busy: if busy { OnBusy::Kill } else { OnBusy::Hold },
+    let on_busy = proptest::sample::select(ON_BUSY.as_slice());
+    (on_busy, any::<bool>()).prop_map(|(on_busy, slow)| Policy {
+        on_busy,
+        seal_after: std::time::Duration::from_millis(1),
         on_slow_freeze: if slow { OnSlowFreeze::Kill } else { OnSlowFreeze::Wait },
         kill_after: std::time::Duration::from_millis(1),
         grace: std::time::Duration::from_millis(5),
@@ -133,6 +140,8 @@ fn numbered(mut event: Event, n: u64) -> Event {
         | Event::ReadOnly { proof: p, .. }
         | Event::Busy { proof: p, .. }
         | Event::Writable { proof: p }
+        | Event::Sealed { proof: p }
+        | Event::Unsealed { proof: p }
         | Event::Thawed { proof: p }
         | Event::Killed { proof: p }
         | Event::Gone { proof: p } => *p = proof(n),
@@ -162,6 +171,7 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
         let proved = match (s.event, fact) {
             (Event::Frozen { proof }, Fact::Frozen)
             | (Event::ReadOnly { proof, .. }, Fact::ReadOnly)
+            | (Event::Sealed { proof }, Fact::Sealed)
             | (Event::Killed { proof }, Fact::Killed | Fact::Frozen)
             | (Event::Gone { proof }, Fact::Gone) => new == Some(proof),
             _ => rebooted,
@@ -176,6 +186,7 @@ fn invariant_contradicted_facts_go(s: &Seen<'_>) -> Held {
     let fact = match s.event {
         Event::ForeignThaw { .. } | Event::Thawed { .. } => Fact::Frozen,
         Event::ReadOnlyLost { .. } | Event::Writable { .. } | Event::Busy { .. } => Fact::ReadOnly,
+        Event::SealLost { .. } | Event::Unsealed { .. } => Fact::Sealed,
         _ => return Ok(()),
     };
     let fenced = matches!(s.after.state, State::Fencing | State::Fenced | State::Preserved);
@@ -186,6 +197,18 @@ fn invariant_contradicted_facts_go(s: &Seen<'_>) -> Held {
 fn invariant_no_thaw_without_a_lease(s: &Seen<'_>) -> Held {
     let thaws = s.step.effects.iter().any(|e| matches!(e, Effect::Thaw | Effect::ReadWrite));
     prop_assert!(!thaws || s.after.holds_lease(), "a lost session was thawed: {:?}", s.step);
+    Ok(())
+}
+
+/// What runs finds its upper writable: flags of ours are known of until they are off.
+fn invariant_no_thaw_of_a_sealed_upper(s: &Seen<'_>) -> Held {
+    let runs = s.step.effects.iter().any(|e| matches!(e, Effect::Thaw | Effect::ReadWrite));
+    prop_assert!(!(runs && s.after.seal), "a sealed upper was let run: {:?}", s.step);
+    let seals = s.step.effects.contains(&Effect::Seal);
+    prop_assert!(!seals || s.after.seal, "a seal without its intent");
+    prop_assert!(!s.after.facts.has(Fact::Sealed) || !s.after.holds_lease());
+    let forgot = s.before.seal && !s.after.seal;
+    prop_assert!(!forgot || matches!(s.event, Event::Unsealed { .. }), "{:?}", s.event);
     Ok(())
 }
 
@@ -300,10 +323,11 @@ fn invariant_records_round_trip(s: &Seen<'_>) -> Held {
     Ok(())
 }
 
-const INVARIANTS: [fn(&Seen<'_>) -> Held; 14] = [
+const INVARIANTS: [fn(&Seen<'_>) -> Held; 15] = [
     invariant_facts_come_from_the_kernel,
     invariant_contradicted_facts_go,
     invariant_no_thaw_without_a_lease,
+    invariant_no_thaw_of_a_sealed_upper,
     invariant_remove_only_what_is_safe_and_gone,
     invariant_unproved_freeze_removes_nothing,
     invariant_deleting_has_a_disposition,

@@ -68,6 +68,9 @@ pub struct OpenSession {
     /// From the EBUSY to the kill under `kill`.
     #[serde(default)]
     pub kill_after_ms: Option<u64>,
+    /// From the EBUSY to the seal under `seal`.
+    #[serde(default)]
+    pub seal_after_ms: Option<u64>,
     /// Grace window for the delta.
     #[serde(default)]
     pub grace_ms: Option<u64>,
@@ -138,6 +141,9 @@ pub struct SessionView {
     pub facts: Vec<FactView>,
     /// The strongest fact that policy still wants and that is missing.
     pub missing: Option<String>,
+    /// How far a seal, or its end, is: while one is under way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sealing: Option<SealingView>,
     /// Who keeps the overlay from becoming read-only.
     #[schema(value_type = Vec<Object>)]
     pub holders: Vec<Holder>,
@@ -170,6 +176,17 @@ pub struct SessionView {
     pub labels: BTreeMap<String, String>,
     /// The last thing that went wrong.
     pub trouble: Option<String>,
+}
+
+/// A seal, or its end, under way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SealingView {
+    /// `seal` or `unseal`.
+    pub what: String,
+    /// Files and directories that are done.
+    pub done: u64,
+    /// How many there are; 0 while they are counted.
+    pub total: u64,
 }
 
 /// One proved fact.

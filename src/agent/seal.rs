@@ -1,0 +1,86 @@
+//! Sealing an upper, taking the seal off, and looking whether one still holds.
+
+use std::sync::Arc;
+
+use super::effects::{Answered, text};
+use super::host::Host;
+use super::slot::Slot;
+use crate::kernel::seal::{self, Place, Progress, Stuck};
+use crate::kernel::{clock, overlay};
+use crate::model::facts::{Fact, Proof};
+use crate::model::session::Session;
+use crate::model::step::Event;
+
+impl Host {
+    /// What is not on the disk yet is written out first, all at once and in its turn: the flag
+    /// would flush file by file.
+    pub(super) fn seal(&self, slot: &Slot, s: &Session) -> Answered {
+        let place = Place::of(&slot.dirs.root, &slot.dirs.upper);
+        {
+            let _turn = self.sync_turn();
+            seal::sync(&slot.dirs.upper).map_err(text)?;
+        }
+        // Nobody wants it once it was readmitted or disposed of.
+        let stop = || self.stopping() || slot.lock().session.state != s.state;
+        let sealed = showing(slot, "seal", |progress| seal::seal(&place, progress, &stop));
+        Ok(sealed.map_err(text)?.map(|proof| Event::Sealed { proof }).into_iter().collect())
+    }
+
+    /// The flags, then the overlay's copies of them, then the question whether writes work again.
+    pub(super) fn unseal(&self, slot: &Slot) -> Answered {
+        let Some(mounted) = slot.lock().mounted.clone() else {
+            return Err("the overlay is not mounted here".to_owned());
+        };
+        let begun = clock::now();
+        let place = Place::of(&slot.dirs.root, &slot.dirs.upper);
+        let stop = || self.stopping() || !slot.lock().session.holds_lease();
+        let done = showing(slot, "unseal", |progress| seal::unseal(&place, progress, &stop));
+        let Some(cleared) = done.map_err(text)? else { return Ok(vec![]) };
+        // A remount drops what nobody uses: twice, since somebody may have used it just then.
+        let mut left = Stuck::default();
+        for _ in 0..2 {
+            overlay::remount_rw(&mounted.root).map_err(text)?;
+            let asked = seal::stuck(&place, &mounted.root, &stop).map_err(text)?;
+            let Some(asked) = asked else { return Ok(vec![]) };
+            left = asked;
+            if left.stuck == 0 {
+                break;
+            }
+        }
+        if left.stuck > 0 {
+            return Err(left.to_string());
+        }
+        seal::forget(&place).map_err(text)?;
+        let proof = Proof {
+            asked: "FS_IMMUTABLE cleared and read back, remount rw, then faccessat W_OK through \
+                    the overlay on each file and directory of the upper"
+                .to_owned(),
+            answer: format!("cleared, {cleared} seen; {} asked for, ok", left.asked),
+            at: clock::now(),
+            took_us: clock::micros_since(begun),
+        };
+        Ok(vec![Event::Unsealed { proof }])
+    }
+}
+
+/// Runs one of them with its progress shown.
+fn showing<T>(slot: &Slot, what: &'static str, run: impl FnOnce(&Progress) -> T) -> T {
+    let progress = Arc::new(Progress::default());
+    slot.lock().sealing = Some((what, Arc::clone(&progress)));
+    let answer = run(&progress);
+    slot.lock().sealing = None;
+    answer
+}
+
+/// A root process may have taken a seal off.
+pub(super) fn check(host: &Arc<Host>, slot: &Arc<Slot>) {
+    if !slot.lock().session.facts.has(Fact::Sealed) {
+        return;
+    }
+    let seen = match seal::holds(&slot.dirs.upper) {
+        Ok(true) => return,
+        Ok(false) => "the upper's top directory carries no flag".to_owned(),
+        Err(fault) => text(fault),
+    };
+    host.apply(slot, Event::SealLost { seen }, "foreign");
+}

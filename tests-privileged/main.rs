@@ -27,6 +27,7 @@ mod restart;
 mod rig;
 mod room;
 mod runbook;
+mod seal;
 mod signals;
 mod systemd;
 mod upper;
@@ -48,6 +49,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("restart", restart::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
+        ("seal", seal::tests()),
         ("full_disk", full_disk::tests()),
         ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),

@@ -22,6 +22,8 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("full_disk::a_filler_on_ext4_stops_nobody_else", &["loop-devices"]),
     ("leases::a_mapped_root_is_root_in_the_layer", &["user-namespace", "idmapped-layers"]),
     ("container::", &["podman"]),
+    // An ext4 of their own; and the flag needs a capability that a container does not have.
+    ("seal::", &["loop-devices"]),
     ("systemd::", &["systemd-nspawn"]),
     ("package::", &["systemd-nspawn"]),
 ];

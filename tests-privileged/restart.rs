@@ -217,7 +217,7 @@ fn counted(place: &Place) {
     let points: BTreeSet<&str> = text.lines().filter_map(|l| l.split(' ').nth(1)).collect();
     eprintln!("{} failpoints hit, {} of them different", text.lines().count(), points.len());
     // Effects that this scenario does not lead to have tests of their own.
-    let elsewhere = ["read_write", "resolve"];
+    let elsewhere = ["read_write", "resolve", "seal", "unseal"];
     for effect in overfence::model::step::Effect::NAMES {
         for when in ["before", "after"] {
             let point = format!("effect.{effect}.{when}");

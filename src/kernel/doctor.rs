@@ -167,7 +167,10 @@ const CAPABILITIES: [(Capability, &str); 15] = [
     (Capability::CAP_FSETID, "set-group-id bits of other groups' files"),
     (Capability::CAP_SETFCAP, "file capabilities that a layer brings"),
     (Capability::CAP_MKNOD, "device nodes that a layer brings"),
-    (Capability::CAP_LINUX_IMMUTABLE, "removing what root made immutable in an upper"),
+    (
+        Capability::CAP_LINUX_IMMUTABLE,
+        "sealing an upper, and removing what root made immutable in one",
+    ),
     (Capability::CAP_SETUID, "becoming the session's user, mapping user ids"),
     (Capability::CAP_SETGID, "becoming the session's group, mapping group ids"),
     (Capability::CAP_SETPCAP, "taking capabilities away from a session"),

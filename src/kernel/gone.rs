@@ -188,20 +188,23 @@ pub fn index_probe(upper: &Path, scratch: &Path) -> Result<Probe> {
     let upper_dir = Dir::open(upper)?;
     let before = upper_dir.own_xattrs()?;
     failpoint::hit("kernel.index-probe.before");
-    let answer = match probe_mount(&upper_dir, &path) {
+    let ask = || {
+        let answer = probe_mount(&upper_dir, &path);
+        failpoint::hit("kernel.index-probe.after");
+        for (name, _) in upper_dir.own_xattrs()? {
+            if !before.iter().any(|(known, _)| *known == name) {
+                rustix::fs::fremovexattr(&upper_dir, &*name)
+                    .at("remove a probe's xattr of", upper)?;
+            }
+        }
+        Ok(answer)
+    };
+    let answer = match ask()? {
         // The claim was free, and then the probe was refused an xattr on a sealed upper: asked
         // again without the flag, which nobody is there to profit from.
-        Err(Errno::PERM) if seal::holds(upper).unwrap_or(false) => {
-            seal::lifted(&upper_dir, || probe_mount(&upper_dir, &path))?
-        }
+        Err(Errno::PERM) if seal::holds(upper).unwrap_or(false) => seal::lifted(&upper_dir, ask)??,
         answer => answer,
     };
-    failpoint::hit("kernel.index-probe.after");
-    for (name, _) in upper_dir.own_xattrs()? {
-        if !before.iter().any(|(known, _)| *known == name) {
-            rustix::fs::fremovexattr(&upper_dir, &*name).at("remove a probe's xattr of", upper)?;
-        }
-    }
     remove_tree(&Dir::open(scratch)?, name.as_ref())?;
     match answer {
         Err(Errno::BUSY) => Ok(Probe::Alive),

@@ -4,9 +4,7 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{
-    Agent, PATIENCE, Sign, actor, internal, of_upper, unavailable, workspace_id, workspaces,
-};
+use super::{Agent, Sign, actor, internal, of_upper, unavailable, workspace_id, workspaces};
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::open::{Wish, hash_token};
@@ -301,7 +299,9 @@ impl Agent {
             let s = &inner.session;
             // Busy is an answer once it was tried after this was asked, and not only before.
             let busy = s.busy_since.is_some() && to <= Fact::ReadOnly && inner.is_idle();
-            !s.holds_lease() && view::missing(s).is_none() || busy
+            // Read-only goes on being tried beside a seal that was asked for.
+            let sealed = to == Fact::Sealed && s.facts.has(Fact::Sealed);
+            !s.holds_lease() && (sealed || view::missing(s).is_none()) || busy
         })
         .await;
         Ok(self.fenced(&slot))
@@ -353,10 +353,15 @@ impl Agent {
         })
         .await?;
         let settled = |inner: &Inner| inner.session.work != Some(Work::Resume);
-        let (s, ok) = slot.wait_for(PATIENCE, settled).await;
+        // A seal that has to come off takes its time.
+        let (s, ok) = slot.wait_for(LONG, settled).await;
         match (ok, s.state) {
+            (false, _) => Err(Failure::new(
+                Code::TimedOut,
+                "the readmission goes on; `session inspect` shows it",
+            )),
             (true, State::Active) => Ok(self.session_view(&slot)),
-            (_, _) => Err(Failure::new(
+            (true, _) => Err(Failure::new(
                 Code::Partial,
                 format!("session {id} is {}: {}", s.state, s.trouble.unwrap_or_default()),
             )),

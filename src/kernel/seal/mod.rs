@@ -179,6 +179,8 @@ impl Look {
 }
 
 impl Visit for Look {
+    const LOT: &'static str = "kernel.seal.looked.after";
+
     fn directory(&self, dir: &Dir) -> Result<()> {
         self.at(dir, dir.path())
     }
@@ -215,6 +217,8 @@ impl Set<'_> {
 }
 
 impl Visit for Set<'_> {
+    const LOT: &'static str = "kernel.seal.set.after";
+
     fn directory(&self, dir: &Dir) -> Result<()> {
         self.at(dir, dir.path())
     }
@@ -248,6 +252,8 @@ impl Clear<'_> {
 }
 
 impl Visit for Clear<'_> {
+    const LOT: &'static str = "kernel.seal.cleared.after";
+
     fn directory(&self, dir: &Dir) -> Result<()> {
         self.at(dir, dir.path())
     }

@@ -25,6 +25,8 @@ const THREADS: usize = 4;
 
 /// What is done with each directory and each file.
 pub(super) trait Visit: Sync {
+    /// The failpoint after each lot of files.
+    const LOT: &'static str;
     fn directory(&self, dir: &Dir) -> Result<()>;
     fn file(&self, dir: &Dir, name: &OsStr) -> Result<()>;
 }
@@ -131,7 +133,7 @@ pub(super) fn walk(
 
 /// Takes lots until there are no more; once it is over they are taken and dropped, so that who
 /// gives never waits.
-fn work(take: &Mutex<Receiver<Lot>>, visit: &impl Visit, shared: &Shared<'_>) {
+fn work<V: Visit>(take: &Mutex<Receiver<Lot>>, visit: &V, shared: &Shared<'_>) {
     loop {
         let lot = take.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(Lot { dir, names }) = lot else { return };
@@ -144,7 +146,7 @@ fn work(take: &Mutex<Receiver<Lot>>, visit: &impl Visit, shared: &Shared<'_>) {
                 break;
             }
         }
-        failpoint::hit("kernel.seal.lot.after");
+        failpoint::hit(V::LOT);
     }
 }
 

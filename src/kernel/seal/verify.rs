@@ -8,11 +8,11 @@ use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, ResolveFlags};
+use rustix::fs::{Access, FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::super::walk::{self, Dir};
-use super::super::{At as _, Result};
+use super::super::{At as _, Result, proc_path};
 use super::{Place, Stop};
 
 /// How the overlay keeps a flag that was set through it.
@@ -115,7 +115,7 @@ impl Asker<'_> {
 
     fn ask(&mut self, real: impl AsFd, seen: &OwnedFd, path: &Path) -> Result<()> {
         self.found.asked += 1;
-        match rustix::fs::accessat(seen, c"", Access::WRITE_OK, AtFlags::EMPTY_PATH) {
+        match rustix::fs::access(proc_path(seen), Access::WRITE_OK) {
             Ok(()) => return Ok(()),
             Err(Errno::PERM) => {}
             Err(e) => return Err(e).at("write-probe through the overlay", path),

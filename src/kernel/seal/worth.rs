@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::Path;
 
 use rustix::fs::{IFlags, Mode, OFlags};
@@ -81,14 +81,13 @@ impl Page {
         unsafe { rustix::mm::mmap(std::ptr::null_mut(), SIZE, prot, flags, file, 0) }.map(Self)
     }
 
-    /// A store by the kernel on our behalf: what would be a signal to us is an error to it.
+    /// A store by the kernel on our behalf, as it reads into the mapping: what would be a signal to
+    /// us is an error to it.
     fn store(&self) -> rustix::io::Result<()> {
-        let byte = b'x';
-        let from = libc::iovec { iov_base: (&raw const byte).cast_mut().cast(), iov_len: 1 };
-        let to = libc::iovec { iov_base: self.0, iov_len: 1 };
-        // SAFETY: both vectors describe one readable and one mapped byte of this process, alive
-        // over the call; the kernel checks both.
-        let done = unsafe { libc::process_vm_writev(libc::getpid(), &from, 1, &to, 1, 0) };
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let zero = rustix::fs::open(c"/dev/zero", flags, Mode::empty())?;
+        // SAFETY: one byte of a mapping of ours, alive over the call, to which no reference exists.
+        let done = unsafe { libc::read(zero.as_raw_fd(), self.0, 1) };
         match done {
             1 => Ok(()),
             _ => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)),

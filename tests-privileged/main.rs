@@ -12,6 +12,7 @@ mod breakers;
 mod confinement;
 mod container;
 mod contract;
+mod daemon;
 mod demo;
 mod full_disk;
 mod host;
@@ -46,6 +47,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("openapi", openapi::tests()),
         ("contract", contract::tests()),
         ("restart", restart::tests()),
+        ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("full_disk", full_disk::tests()),

@@ -12,6 +12,7 @@ mod breakers;
 mod confinement;
 mod container;
 mod contract;
+mod daemon;
 mod demo;
 mod full_disk;
 mod host;
@@ -47,6 +48,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("openapi", openapi::tests()),
         ("contract", contract::tests()),
         ("restart", restart::tests()),
+        ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),

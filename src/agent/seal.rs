@@ -20,8 +20,12 @@ impl Host {
             let _turn = self.sync_turn();
             seal::sync(&slot.dirs.upper).map_err(text)?;
         }
-        // Nobody wants it once it was readmitted or disposed of.
-        let stop = || self.stopping() || slot.lock().session.state != s.state;
+        // Once it was readmitted or disposed of nobody wants it, and a kill does not wait for it; the
+        // next tick goes on where it stopped.
+        let stop = || {
+            let now = slot.lock();
+            self.stopping() || now.session.state != s.state || now.session.fence != s.fence
+        };
         let sealed = showing(slot, "seal", |progress| seal::seal(&place, progress, &stop));
         Ok(sealed.map_err(text)?.map(|proof| Event::Sealed { proof }).into_iter().collect())
     }
@@ -50,7 +54,7 @@ impl Host {
         if left.stuck > 0 {
             return Err(left.to_string());
         }
-        seal::forget(&place).map_err(text)?;
+        seal::end(&place).map_err(text)?;
         let proof = Proof {
             asked: "FS_IMMUTABLE cleared and read back, remount rw, then faccessat W_OK through \
                     the overlay on each file and directory of the upper"
@@ -72,15 +76,22 @@ fn showing<T>(slot: &Slot, what: &'static str, run: impl FnOnce(&Progress) -> T)
     answer
 }
 
-/// A root process may have taken a seal off.
+/// A root process may have taken a seal off. What the session's worker is at may lift a flag for a
+/// moment; that is none of its business, and the second look tells.
 pub(super) fn check(host: &Arc<Host>, slot: &Arc<Slot>) {
-    if !slot.lock().session.facts.has(Fact::Sealed) {
-        return;
-    }
-    let seen = match seal::holds(&slot.dirs.upper) {
-        Ok(true) => return,
-        Ok(false) => "the upper's top directory carries no flag".to_owned(),
-        Err(fault) => text(fault),
+    let missing = || {
+        let idle = slot.lock().is_idle();
+        match seal::holds(&slot.dirs.upper) {
+            Ok(false) if idle => Some("the upper's top directory carries no flag".to_owned()),
+            Err(fault) if idle => Some(text(fault)),
+            Ok(_) | Err(_) => None,
+        }
     };
-    host.apply(slot, Event::SealLost { seen }, "foreign");
+    let expected = slot.lock().session.facts.has(Fact::Sealed);
+    if expected
+        && missing().is_some()
+        && let Some(seen) = missing()
+    {
+        host.apply(slot, Event::SealLost { seen }, "foreign");
+    }
 }

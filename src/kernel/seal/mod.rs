@@ -1,8 +1,8 @@
 //! The immutable seal: FS_IMMUTABLE on the files and directories of an upper, set and taken off.
 //!
 //! 1. What carries the flag already is somebody's own. It is listed in the *record*, a file beside
-//!    the upper that no workload reaches, before the first flag is set; so long as the record is
-//!    there, whatever carries the flag and is not listed carries it by us.
+//!    the upper that no workload reaches, before the first flag is set; until the record says
+//!    that the seal ended, whatever carries the flag and is not listed carries it by us.
 //! 2. Sealing goes from the top down: a directory takes the flag before its names are read, so that
 //!    nothing can be made in it, or moved out of it, unseen. Unsealing goes from the bottom up.
 //! 3. Each flag is read back and each file and directory is asked for write access (EPERM).
@@ -12,7 +12,7 @@
 //! without a name: whether a descriptor opened before still writes, and a mapping.
 //!
 //! ```text
-//! <session>/seal     entries of the upper, and inode numbers that had the flag before
+//! <session>/seal     entries of the upper, inode numbers that had the flag before, whether it ended
 //! ```
 
 mod record;
@@ -91,8 +91,8 @@ pub fn seal(place: &Place, progress: &Progress, stop: Stop<'_>) -> Result<Option
     let begun = clock::now();
     let worth = worth::ask(place.upper.parent().unwrap_or(&place.upper))?;
     let record = match Record::read(&place.record)? {
-        Some(record) => record,
-        None => {
+        Some(record) if !record.ended => record,
+        Some(_) | None => {
             let Some(record) = scan(&place.upper, stop)? else { return Ok(None) };
             failpoint::hit("kernel.seal.record.before");
             record.write(&place.record)?;
@@ -119,21 +119,26 @@ pub fn seal(place: &Place, progress: &Progress, stop: Stop<'_>) -> Result<Option
 }
 
 /// Takes off what [`seal`] set, and nothing else. Gives how many carry no flag now; `None` if it
-/// was stopped early. The record stays until [`forget`].
+/// was stopped early. What had the flag before stays known until the next seal.
 ///
 /// # Errors
 /// Something kept its flag.
 pub fn unseal(place: &Place, progress: &Progress, stop: Stop<'_>) -> Result<Option<u64>> {
-    let Some(record) = Record::read(&place.record)? else { return Ok(Some(0)) };
+    let record = Record::read(&place.record)?.filter(|record| !record.ended);
+    let Some(record) = record else { return Ok(Some(0)) };
     progress.total.store(record.entries, Ordering::Relaxed);
     let clear = Clear { progress, own: &record.own };
     let left = tree::walk(&place.upper, Order::After, &clear, stop)?;
     Ok(left.map(|_| progress.now().0))
 }
 
-/// Drops the record of a seal that ended.
-pub fn forget(place: &Place) -> Result<()> {
-    record::remove(&place.record)
+/// Notes that no flag is ours any more. What had the flag before stays listed: who asks after a
+/// crash whether writes work again has to know it.
+pub fn end(place: &Place) -> Result<()> {
+    match Record::read(&place.record)? {
+        Some(record) if !record.ended => Record { ended: true, ..record }.write(&place.record),
+        Some(_) | None => Ok(()),
+    }
 }
 
 /// Whether the upper's top directory still carries the flag: who takes a seal off begins or ends
@@ -158,7 +163,7 @@ fn scan(upper: &Path, stop: Stop<'_>) -> Result<Option<Record>> {
     let look = Look::default();
     let left = tree::walk(upper, Order::Before, &look, stop)?;
     let own = look.own.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    Ok(left.map(|_| Record { entries: look.entries.into_inner(), own }))
+    Ok(left.map(|_| Record { entries: look.entries.into_inner(), own, ended: false }))
 }
 
 #[derive(Default)]

@@ -15,10 +15,12 @@ pub(super) struct Record {
     pub(super) entries: u64,
     /// Inode numbers that had the flag.
     pub(super) own: BTreeSet<u64>,
+    /// The seal was taken off.
+    pub(super) ended: bool,
 }
 
 impl Record {
-    /// `None` if there is none: then no flag is ours.
+    /// `None` if there is none: then it was never sealed.
     pub(super) fn read(path: &Path) -> Result<Option<Self>> {
         let bytes = match std::fs::read(path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -38,22 +40,9 @@ impl Record {
         std::fs::write(&new, text).at("write", &new)?;
         std::fs::File::open(&new).and_then(|file| file.sync_all()).at("fsync", &new)?;
         std::fs::rename(&new, path).at("rename into place", path)?;
-        sync_parent(path)
+        let above = path.parent().unwrap_or(Path::new("/"));
+        std::fs::File::open(above).and_then(|dir| dir.sync_all()).at("fsync", above)
     }
-}
-
-/// Removes a record, if there is one.
-pub(super) fn remove(path: &Path) -> Result<()> {
-    match std::fs::remove_file(path) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        answer => answer.at("remove", path)?,
-    }
-    sync_parent(path)
-}
-
-fn sync_parent(path: &Path) -> Result<()> {
-    let above = path.parent().unwrap_or(Path::new("/"));
-    std::fs::File::open(above).and_then(|dir| dir.sync_all()).at("fsync", above)
 }
 
 #[cfg(test)]
@@ -65,13 +54,11 @@ mod tests {
         let tmp = tempfile::tempdir().unwrap();
         let path = tmp.path().join("seal");
         assert_eq!(Record::read(&path).unwrap(), None);
-        let record = Record { entries: 7, own: [3, u64::MAX].into() };
+        let record = Record { entries: 7, own: [3, u64::MAX].into(), ended: false };
         record.write(&path).unwrap();
         assert_eq!(Record::read(&path).unwrap(), Some(record));
         std::fs::write(&path, b"{\"entries\":7").unwrap();
         assert!(matches!(Record::read(&path), Err(Error::Garbled { .. })));
-        remove(&path).unwrap();
-        remove(&path).unwrap();
-        assert_eq!(std::fs::read_dir(tmp.path()).unwrap().count(), 0);
+        assert_eq!(std::fs::read_dir(tmp.path()).unwrap().count(), 1);
     }
 }

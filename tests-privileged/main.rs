@@ -29,6 +29,7 @@ mod rig;
 mod room;
 mod runbook;
 mod signals;
+mod slow_disk;
 mod systemd;
 mod upper;
 mod workload;
@@ -51,6 +52,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("full_disk", full_disk::tests()),
+        ("slow_disk", slow_disk::tests()),
         ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),

@@ -30,6 +30,7 @@ mod room;
 mod runbook;
 mod seal;
 mod signals;
+mod slow_disk;
 mod systemd;
 mod upper;
 mod workload;
@@ -53,6 +54,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("upper", upper::tests()),
         ("seal", seal::tests()),
         ("full_disk", full_disk::tests()),
+        ("slow_disk", slow_disk::tests()),
         ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),

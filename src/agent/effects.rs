@@ -52,12 +52,17 @@ pub struct Try {
 /// Whether an effect syncs the whole file system of the uppers, which takes as long as everything
 /// on it: one at a time, and never on a path that freezes, renews or answers.
 pub fn syncs(effect: &Effect) -> bool {
+    matches!(effect, Effect::ReadOnly | Effect::ProveGone | Effect::Seal)
+}
+
+/// Whether no event from it says that it is worth another try. One of a seal says that nobody wants
+/// it any more.
+pub fn tried_again(effect: &Effect) -> bool {
     matches!(effect, Effect::ReadOnly | Effect::ProveGone)
 }
 
 impl Host {
-    /// Performs one effect. A failure is an event like every other answer. No event from one that
-    /// syncs: it is worth another try.
+    /// Performs one effect. A failure is an event like every other answer.
     pub fn perform(
         self: &Arc<Self>,
         slot: &Arc<Slot>,
@@ -85,7 +90,7 @@ impl Host {
             Effect::Thaw => self.thaw(slot),
             Effect::ReadOnly => self.read_only(slot, s, tried),
             Effect::ReadWrite => self.read_write(slot),
-            Effect::Seal => self.seal(slot, s),
+            Effect::Seal => self.seal(slot, s, tried),
             Effect::Unseal => self.unseal(slot),
             Effect::Kill => self.kill(slot, s),
             Effect::Revoke { reason } => self.revoke(s, reason),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::effects::{Answered, text};
+use super::effects::{Answered, Try, text};
 use super::host::Host;
 use super::slot::Slot;
 use crate::kernel::seal::{self, Place, Progress, Stuck};
@@ -14,12 +14,10 @@ use crate::model::step::Event;
 impl Host {
     /// What is not on the disk yet is written out first, all at once and in its turn: the flag
     /// would flush file by file.
-    pub(super) fn seal(&self, slot: &Slot, s: &Session) -> Answered {
+    pub(super) fn seal(&self, slot: &Slot, s: &Session, tried: Try) -> Answered {
         let place = Place::of(&slot.dirs.root, &slot.dirs.upper);
-        {
-            let _turn = self.sync_turn();
-            seal::sync(&slot.dirs.upper).map_err(text)?;
-        }
+        seal::sync(&slot.dirs.upper).map_err(text)?;
+        drop(tried.turn);
         // Once it was readmitted or disposed of nobody wants it, and a kill does not wait for it; the
         // next tick goes on where it stopped.
         let stop = || {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::{Applied, Inner, Slot, take_journal};
-use crate::agent::effects::{AGAIN, TEARDOWN, Try, syncs};
+use crate::agent::effects::{AGAIN, TEARDOWN, Try, syncs, tried_again};
 use crate::agent::host::Host;
 use crate::agent::tell;
 use crate::kernel::clock;
@@ -102,7 +102,7 @@ impl Host {
             let (session, effect) = (Arc::clone(&session), Arc::clone(&effect));
             let answered = tokio::task::spawn_blocking(move || {
                 let events = host.perform(&slot, &session, &effect, tried);
-                let answered = !events.is_empty();
+                let answered = !(events.is_empty() && tried_again(&effect));
                 for event in events {
                     host.apply(&slot, event, "agent");
                 }

@@ -154,7 +154,7 @@ shapes![
         agent,
         lower::cover_hung_read
     )),
-    Shape::new("loop-device", |s| s.outside("loop", &[&bytes(s)])),
+    Shape::new("loop-device", |s| s.outside("loop-write", &[&bytes(s)])),
     Shape::new("nested-mount", |s| {
         let nested = s.merged.join("nested");
         std::fs::create_dir(&nested).unwrap();

@@ -16,6 +16,7 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "one_that_no_kill_wakes_delays_no_other_session", run: no_kill },
         Test { name: "one_that_a_kill_wakes_ends_when_it_is_to_be_killed", run: kill },
+        Test { name: "a_hung_file_behind_a_loop_device_delays_no_session", run: foreign },
     ]
 }
 
@@ -86,5 +87,26 @@ fn kill(place: &Place) {
         let view = until(&agent, &id, SOON, |v| has(v, "killed") && has(v, "read-only")).await;
         assert!(!has(&view, "frozen"), "it never froze: {view:#?}");
         agent.discard(&ROOT, id.parse().unwrap()).await.unwrap();
+    });
+}
+
+/// A loop device of somebody else, on a server that answers no longer.
+fn foreign(place: &Place) {
+    let hung = place.dir.join("hung");
+    std::fs::create_dir(&hung).unwrap();
+    let server = Actor::start("healthy", None, &[&hung]);
+    let _device = Actor::start("loop-hold", None, &[&hung.join("bytes")]);
+    nix::sys::signal::kill(server.pid(), nix::sys::signal::Signal::SIGSTOP).unwrap();
+    std::thread::scope(|scope| {
+        let (over, wait) = std::sync::mpsc::channel::<()>();
+        // Whatever hangs in it, also a failing test's own agent, is let go in the end.
+        scope.spawn(move || {
+            let _ = wait.recv_timeout(paced(Duration::from_secs(40)));
+            drop(server);
+        });
+        with_agent(place, |agent| async move {
+            whole_life(place, &agent).await;
+            drop(over);
+        });
     });
 }

@@ -107,20 +107,38 @@ pub fn elsewhere_hold(path: &Path) -> ! {
     }
 }
 
-/// Writes to a loop device whose blocks are a file. The device goes when the last one closes it.
-pub fn loop_device(image: &Path) -> ! {
+/// Writes to a loop device whose blocks are a file.
+pub fn loop_write(image: &Path) -> ! {
+    open(image).set_len(64 * 4096).unwrap();
+    let device = attach(image);
+    ready();
+    for n in (0..64).cycle() {
+        device.write_all_at(&Page::stamped().0, n * 4096).unwrap();
+        breathe();
+    }
+    unreachable!()
+}
+
+/// Keeps such a device.
+pub fn loop_hold(image: &Path) -> ! {
+    let _device = attach(image);
+    ready();
+    sleep()
+}
+
+/// A loop device that goes when the last one closes it.
+fn attach(image: &Path) -> File {
     const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4c82;
     const LOOP_CONFIGURE: libc::c_ulong = 0x4c0a;
     const LO_FLAGS_AUTOCLEAR: u32 = 4;
-    let file = open(image);
-    file.set_len(64 * 4096).unwrap();
-    let control = open(Path::new("/dev/loop-control"));
-    let device = loop {
+    let options = || OpenOptions::new().read(true).write(true).clone();
+    let file = options().open(image).unwrap();
+    let control = options().open("/dev/loop-control").unwrap();
+    loop {
         // SAFETY: it takes no argument.
         let n = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
         let path = PathBuf::from(format!("/dev/loop{n}"));
-        let device =
-            OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(&path).unwrap();
+        let device = options().custom_flags(libc::O_DIRECT).open(&path).unwrap();
         // linux/loop.h: struct loop_config, the descriptor first, lo_flags at 60.
         let mut config = [0_u8; 304];
         config[..4].copy_from_slice(&file.as_raw_fd().to_ne_bytes());
@@ -128,19 +146,12 @@ pub fn loop_device(image: &Path) -> ! {
         // SAFETY: the structure is as long as the kernel reads.
         let set = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, config.as_ptr()) };
         match (set, std::io::Error::last_os_error()) {
-            (0, _) => break device,
+            (0, _) => return device,
             // Somebody else was faster.
             (_, e) if e.raw_os_error() == Some(libc::EBUSY) => {}
             (_, e) => panic!("{}: {e}", path.display()),
         }
-    };
-    drop(file);
-    ready();
-    for n in (0..64).cycle() {
-        device.write_all_at(&Page::stamped().0, n * 4096).unwrap();
-        breathe();
     }
-    unreachable!()
 }
 
 /// Stops another process and lets it go on, for ever.

@@ -28,6 +28,7 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("writers::hung-open", &["fuse"]),
     ("writers::hung-read", &["fuse"]),
     ("writers::a_hung_file_behind_a_loop_device_delays_no_session", &["fuse", "loop-devices"]),
+    ("writers::a_lower_that_hangs_altogether_delays_no_fence", &["fuse"]),
     ("writers::one_that_no_kill_wakes_delays_no_other_session", &["fuse"]),
     ("writers::one_that_a_kill_wakes_ends_when_it_is_to_be_killed", &["fuse"]),
     ("container::", &["podman"]),

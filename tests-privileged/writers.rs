@@ -65,25 +65,31 @@ shapes![
     Shape::new("write", |s| s.inside("write", &[&bytes(s)])),
     Shape::new("append", |s| s.inside("append", &[&bytes(s)])),
     Shape::new("direct", |s| s.inside("direct", &[&bytes(s)])),
+    Shape::new("aio", |s| s.inside("aio", &[&bytes(s)])),
     Shape::new("map", |s| s.inside("map", &[&bytes(s)])),
     Shape::new("map-closed", |s| s.inside("map-closed", &[&bytes(s)])),
+    Shape::new("io-uring-sqpoll", |s| s.inside("ring-sqpoll", &[&bytes(s)])),
+    Shape::new("io-uring-workers", |s| s.inside("ring-workers", &[&bytes(s)])),
+    Shape::new("io-uring-registered", |s| s.inside("ring-registered", &[&bytes(s)])),
     Shape::new("splice", |s| s.inside("splice", &[&bytes(s)])),
     Shape::new("sendfile", |s| s.inside("sendfile", &[&bytes(s)])),
     Shape::new("fallocate", |s| s.inside("fallocate", &[&bytes(s)])),
     Shape::new("closed", |s| s.inside("wrote", &[&bytes(s)])).bytes(Bytes::Before),
-    Shape::new("daemon", |s| s.inside("daemon", &[&bytes(s)])),
-    Shape::new("fork-bomb", |s| s.inside("bomb", &[&bytes(s)])),
-    Shape::new("vfork-parent", |s| s.inside("vfork", &[&bytes(s)])),
-    Shape::new("threads-in-exec", |s| s.inside("exec", &[&bytes(s)])),
-    Shape::new("nested-cgroups", |s| s.inside("nested", &[&bytes(s), &s.cgroup.clone()]))
-        // The user's own freeze and thaw below ours.
-        .when_frozen(|s| {
-            let freeze = s.cgroup.join("a/cgroup.freeze");
-            std::fs::write(&freeze, "1").unwrap();
-            std::fs::write(&freeze, "0").unwrap();
-        }),
     Shape::new("unlinked", |s| s.inside("unlinked", &[&bytes(s)]))
         .when_seen(|s| assert_eq!(s.inside[0].ask(b'u'), b'u')),
+    Shape::new("large-write", |s| s.inside("large-write", &[&bytes(s)])).bytes(Bytes::Call),
+    Shape::new("large-fsync", |s| s.inside("large-fsync", &[&bytes(s)])).bytes(Bytes::Before),
+    Shape::new("large-copy-up", |s| {
+        s.inside("large-copy-up", &[&bytes(s)]);
+        // A tenth of the time it takes.
+        std::thread::sleep(Duration::from_millis(50));
+    })
+    .bytes(Bytes::Copy)
+    .open(|place, agent| lower::open_covered(place, agent, lower::cover_large)),
+    Shape::new("fork-bomb", |s| s.inside("bomb", &[&bytes(s)])),
+    Shape::new("vfork-parent", |s| s.inside("vfork", &[&bytes(s)])),
+    Shape::new("daemon", |s| s.inside("daemon", &[&bytes(s)])),
+    Shape::new("threads-in-exec", |s| s.inside("exec", &[&bytes(s)])),
     Shape::new("sigstopped", |s| s.inside("stopped", &[&bytes(s)]))
         .bytes(Bytes::Before)
         .when_frozen(|s| nix::sys::signal::kill(
@@ -96,19 +102,13 @@ shapes![
         let pid = s.inside[0].pid().to_string();
         s.outside("tracer", &[pid.as_ref()]);
     }),
-    Shape::new("aio", |s| s.inside("aio", &[&bytes(s)])),
-    Shape::new("io-uring-sqpoll", |s| s.inside("ring-sqpoll", &[&bytes(s)])),
-    Shape::new("io-uring-workers", |s| s.inside("ring-workers", &[&bytes(s)])),
-    Shape::new("io-uring-registered", |s| s.inside("ring-registered", &[&bytes(s)])),
-    Shape::new("large-write", |s| s.inside("large-write", &[&bytes(s)])).bytes(Bytes::Call),
-    Shape::new("large-fsync", |s| s.inside("large-fsync", &[&bytes(s)])).bytes(Bytes::Before),
-    Shape::new("large-copy-up", |s| {
-        s.inside("large-copy-up", &[&bytes(s)]);
-        // A tenth of the time it takes.
-        std::thread::sleep(Duration::from_millis(50));
-    })
-    .bytes(Bytes::Copy)
-    .open(|place, agent| lower::open_covered(place, agent, lower::cover_large)),
+    Shape::new("nested-cgroups", |s| s.inside("nested", &[&bytes(s), &s.cgroup.clone()]))
+        // The user's own freeze and thaw below ours.
+        .when_frozen(|s| {
+            let freeze = s.cgroup.join("a/cgroup.freeze");
+            std::fs::write(&freeze, "1").unwrap();
+            std::fs::write(&freeze, "0").unwrap();
+        }),
     Shape::new("passed-outside", |s| {
         let socket = s.dir.join("socket");
         s.outside("receiver", &[&socket]);
@@ -144,6 +144,14 @@ shapes![
         s.outside.clear();
     })
     .bytes(Bytes::Before),
+    Shape::new("loop-device", |s| s.outside("loop-write", &[&bytes(s)])),
+    Shape::new("nested-mount", |s| {
+        let nested = s.merged.join("nested");
+        std::fs::create_dir(&nested).unwrap();
+        s.hold(Bound::tmpfs(nested.clone()));
+        s.inside("append", &[&nested.join("bytes")]);
+    })
+    .bytes(Bytes::None),
     Shape::new("hung-open", caught).bytes(Bytes::Before).open(|place, agent| lower::open_covered(
         place,
         agent,
@@ -154,12 +162,4 @@ shapes![
         agent,
         lower::cover_hung_read
     )),
-    Shape::new("loop-device", |s| s.outside("loop-write", &[&bytes(s)])),
-    Shape::new("nested-mount", |s| {
-        let nested = s.merged.join("nested");
-        std::fs::create_dir(&nested).unwrap();
-        s.hold(Bound::tmpfs(nested.clone()));
-        s.inside("append", &[&nested.join("bytes")]);
-    })
-    .bytes(Bytes::None),
 ];

@@ -299,27 +299,33 @@ fn vfork(path: &Path) -> ! {
     }
 }
 
-/// Threads write while the first of them executes this program anew.
+/// Threads write while the first of them executes this program anew. The descriptor stays.
 fn exec(path: &Path) -> ! {
+    use std::os::fd::{AsRawFd as _, FromRawFd as _};
     use std::os::unix::process::CommandExt as _;
+    const KEPT: &str = "OVERFENCE_TEST_DESCRIPTOR";
+    let file = match std::env::var(KEPT) {
+        // SAFETY: the program before this one left it open, and nobody else here knows of it.
+        Ok(number) => unsafe { File::from_raw_fd(number.parse().unwrap()) },
+        Err(_) => {
+            let file = append(path);
+            rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::empty()).unwrap();
+            ready();
+            file
+        }
+    };
     for _ in 0..8 {
-        let path = path.to_owned();
+        let mut file = file.try_clone().unwrap();
         std::thread::spawn(move || {
-            let mut file = append(&path);
             loop {
                 file.write_all(&stamp()).unwrap();
                 breathe();
             }
         });
     }
-    if std::env::var_os("OVERFENCE_TEST_AGAIN").is_none() {
-        ready();
-    }
     std::thread::sleep(Duration::from_millis(5));
-    let fault = std::process::Command::new("/proc/self/exe")
-        .arg(path)
-        .env("OVERFENCE_TEST_AGAIN", "1")
-        .exec();
+    let number = file.as_raw_fd().to_string();
+    let fault = std::process::Command::new("/proc/self/exe").arg(path).env(KEPT, number).exec();
     panic!("{fault}")
 }
 

@@ -80,6 +80,7 @@ pub struct Row {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Entry {
+    name: String,
     what: String,
     #[serde(flatten)]
     everywhere: Row,
@@ -88,8 +89,14 @@ struct Entry {
     before: BTreeMap<String, Row>,
 }
 
-fn table() -> BTreeMap<String, Entry> {
-    toml::from_str(TABLE).unwrap_or_else(|e| panic!("expected.toml: {e}"))
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    shape: Vec<Entry>,
+}
+
+fn table() -> Vec<Entry> {
+    toml::from_str::<Table>(TABLE).unwrap_or_else(|e| panic!("expected.toml: {e}")).shape
 }
 
 /// Major and minor of a release.
@@ -105,8 +112,8 @@ fn version(text: &str) -> (u32, u32) {
 pub fn row(shape: &str) -> Row {
     let uname = rustix::system::uname();
     let here = version(uname.release().to_str().unwrap());
-    let mut table = table();
-    let entry = table.remove(shape).unwrap_or_else(|| panic!("expected.toml has no {shape}"));
+    let entry = table().into_iter().find(|entry| entry.name == shape);
+    let entry = entry.unwrap_or_else(|| panic!("expected.toml has no {shape}"));
     let older = entry.before.iter().filter(|(before, _)| here < version(before));
     older.min_by_key(|(before, _)| version(before)).map_or(entry.everywhere, |(_, r)| r.clone())
 }
@@ -116,10 +123,10 @@ fn shown() -> String {
     let mut text = String::from(
         "| writer | frozen | read-only while frozen | lands after frozen | killed | read-only after the kill | lands after killed | gone |\n|---|---|---|---|---|---|---|---|\n",
     );
-    for (shape, entry) in table() {
-        line(&mut text, &format!("`{shape}`: {}", entry.what), &entry.everywhere);
-        for (before, row) in &entry.before {
-            line(&mut text, &format!("`{shape}` before {before}"), row);
+    for Entry { name, what, everywhere, before } in table() {
+        line(&mut text, &format!("`{name}`: {what}"), &everywhere);
+        for (before, row) in &before {
+            line(&mut text, &format!("`{name}` before {before}"), row);
         }
     }
     text
@@ -158,10 +165,8 @@ pub fn holds(shapes: &[&str]) -> Result<(), String> {
     } else if old != new {
         return Err("docs/WRITERS.md is out of date: run this with UPDATE_GOLDEN=1".into());
     }
-    let mut wanted: Vec<_> = shapes.iter().map(|s| (*s).to_owned()).collect();
-    wanted.sort();
-    let listed: Vec<_> = table().into_keys().collect();
-    (wanted == listed)
+    let listed: Vec<_> = table().into_iter().map(|entry| entry.name).collect();
+    (shapes == listed)
         .then_some(())
-        .ok_or(format!("the suite has the shapes {wanted:?}, the table {listed:?}"))
+        .ok_or(format!("the suite has the shapes {shapes:?}, the table {listed:?}"))
 }

@@ -53,6 +53,11 @@ pub fn cover_hung_open(_: &Place, tree: &Path) -> Vec<Actor> {
     vec![Actor::start("hung-open", None, &[tree])]
 }
 
+/// The same where everything is answered.
+pub fn cover_healthy(_: &Place, tree: &Path) -> Vec<Actor> {
+    vec![Actor::start("healthy", None, &[tree])]
+}
+
 /// The same where it is a read that is never answered.
 pub fn cover_hung_read(_: &Place, tree: &Path) -> Vec<Actor> {
     vec![Actor::start("hung-read", None, &[tree])]

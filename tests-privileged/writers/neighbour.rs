@@ -17,6 +17,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "one_that_no_kill_wakes_delays_no_other_session", run: no_kill },
         Test { name: "one_that_a_kill_wakes_ends_when_it_is_to_be_killed", run: kill },
         Test { name: "a_hung_file_behind_a_loop_device_delays_no_session", run: foreign },
+        Test { name: "a_lower_that_hangs_altogether_delays_no_fence", run: hung_lower },
     ]
 }
 
@@ -46,12 +47,16 @@ async fn stuck(
     (scene, id)
 }
 
-/// Fences and removes a session from first to last.
+/// Fences and removes another session from first to last.
 async fn whole_life(place: &Place, agent: &Agent) -> Duration {
     let opened = open(agent, wish("other", "b", 60_000));
-    let id = &opened.session.id;
     let mut scene = Scene::new(place, &opened, vec![]);
-    scene.inside("append", &[&scene.merged.join("bytes")]);
+    scene.inside("append", &[&scene.merged.join("own")]);
+    end_of_life(agent, &opened.session.id).await
+}
+
+/// Fences and removes a session that writes.
+async fn end_of_life(agent: &Agent, id: &str) -> Duration {
     let begun = Instant::now();
     fence(agent, id, Fact::ReadOnly).await;
     until(agent, id, SOON, |v| has(v, "frozen")).await;
@@ -61,7 +66,7 @@ async fn whole_life(place: &Place, agent: &Agent) -> Duration {
     fence(agent, id, Fact::Killed).await;
     until(agent, id, SOON, |v| has(v, "killed") && has(v, "read-only")).await;
     agent.discard(&ROOT, id.parse().unwrap()).await.unwrap();
-    println!("the other was frozen after {frozen:?}, and gone after {:?}", begun.elapsed());
+    println!("frozen after {frozen:?}, and gone after {:?}", begun.elapsed());
     frozen
 }
 
@@ -108,5 +113,18 @@ fn foreign(place: &Place) {
             whole_life(place, &agent).await;
             drop(over);
         });
+    });
+}
+
+/// The session's own lower, asked for nothing any more.
+fn hung_lower(place: &Place) {
+    with_agent(place, |agent| async move {
+        let (opened, outside) = lower::open_covered(place, &agent, lower::cover_healthy);
+        let mut scene = Scene::new(place, &opened, outside);
+        scene.inside("append", &[&scene.merged.join("own")]);
+        let server = scene.outside[0].pid();
+        nix::sys::signal::kill(server, nix::sys::signal::Signal::SIGSTOP).unwrap();
+        let frozen = end_of_life(&agent, &opened.session.id).await;
+        assert!(frozen < paced(Duration::from_millis(500)), "delayed: {frozen:?}");
     });
 }

@@ -1,12 +1,17 @@
 //! Crash points. Each effect passes one before and one after it, so that a test can kill the
 //! process between any two effects: a first run counts them (`log=FILE`), further runs die at the
-//! Nth (`die=N`) or at a name (`die=NAME`), by SIGKILL, as a real crash would.
+//! Nth (`die=N`) or at a name (`die=NAME`), by SIGKILL, as a real crash would. `stall=NAME` holds
+//! whoever comes to that point up for [`STALL`], as a disk does that is busy.
 //!
 //! `OVERFENCE_FAILPOINTS=log=/tmp/points;die=12`. Unset, a hit costs one load of a static.
 
 use std::io::Write as _;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// How long a stalled point takes.
+pub const STALL: Duration = Duration::from_secs(2);
 
 /// The environment variable that arms failpoints.
 pub const VARIABLE: &str = "OVERFENCE_FAILPOINTS";
@@ -16,6 +21,7 @@ struct Plan {
     log: Option<std::path::PathBuf>,
     die_at: Option<u64>,
     die_name: Option<String>,
+    stall: Option<String>,
 }
 
 fn parse(text: &str) -> Plan {
@@ -23,6 +29,7 @@ fn parse(text: &str) -> Plan {
     for part in text.split(';') {
         match part.split_once('=') {
             Some(("log", path)) => plan.log = Some(path.into()),
+            Some(("stall", name)) => plan.stall = Some(name.to_owned()),
             Some(("die", n)) => match n.parse() {
                 Ok(n) => plan.die_at = Some(n),
                 Err(_) => plan.die_name = Some(n.to_owned()),
@@ -49,6 +56,9 @@ pub fn hit(name: &str) {
             .open(path)
             .and_then(|mut f| f.write_all(line.as_bytes()));
     }
+    if plan.stall.as_deref() == Some(name) {
+        std::thread::sleep(STALL);
+    }
     if plan.die_at == Some(n) || plan.die_name.as_deref() == Some(name) {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), nix::sys::signal::Signal::SIGKILL);
     }
@@ -66,5 +76,6 @@ mod tests {
             parse("die=kernel.freeze.after").die_name.as_deref(),
             Some("kernel.freeze.after")
         );
+        assert_eq!(parse("stall=a.b.before").stall.as_deref(), Some("a.b.before"));
     }
 }

@@ -3,7 +3,7 @@
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -69,6 +69,7 @@ impl Host {
         let begun = Instant::now();
         loop {
             if self.dead() {
+                eprintln!("the agent ended before it was ready: {:?}", self.ended());
                 return false;
             }
             let socket = self.dir.join("run/overfence.sock");
@@ -86,7 +87,12 @@ impl Host {
 
     /// Whether the agent has ended.
     pub fn dead(&mut self) -> bool {
-        self.agent.as_mut().is_none_or(|agent| agent.try_wait().unwrap().is_some())
+        self.agent.is_none() || self.ended().is_some()
+    }
+
+    /// How the agent ended, if it has.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.agent.as_mut()?.try_wait().unwrap()
     }
 
     pub fn agent_pid(&self) -> u32 {

@@ -12,6 +12,7 @@ mod breakers;
 mod confinement;
 mod container;
 mod contract;
+mod daemon;
 mod demo;
 mod full_disk;
 mod host;
@@ -28,6 +29,7 @@ mod rig;
 mod room;
 mod runbook;
 mod signals;
+mod slow_disk;
 mod systemd;
 mod upper;
 mod workload;
@@ -47,10 +49,12 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("openapi", openapi::tests()),
         ("contract", contract::tests()),
         ("restart", restart::tests()),
+        ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("full_disk", full_disk::tests()),
         ("writers", writers::tests()),
+        ("slow_disk", slow_disk::tests()),
         ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),

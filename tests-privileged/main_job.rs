@@ -250,10 +250,10 @@ fn close_modes(place: &Place) {
         std::fs::write(merged(&b).join("g"), "z").unwrap();
         let refused = agent.close(&ROOT, id, CloseSession::default()).await.unwrap_err();
         assert_eq!(refused.code, Code::UncommittedBytes);
-        std::fs::remove_file(merged(&b).join("g")).unwrap();
+        agent.checkpoint(&ROOT, id).await.unwrap();
         let closed = agent.close(&ROOT, id, CloseSession::default()).await.unwrap();
-        assert_eq!((closed.state.as_str(), closed.expected.version.0), ("CLOSED", 1));
-        assert_eq!(agent.workspace("w").await.unwrap().version, 1);
+        assert_eq!((closed.state.as_str(), closed.expected.version.0), ("CLOSED", 2));
+        assert_eq!(agent.workspace("w").await.unwrap().version, 2);
     });
 }
 

@@ -6,6 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::OwnedSemaphorePermit;
+
 use super::host::{Host, SessionSocket};
 use super::slot::{Slot, draft};
 use crate::failpoint;
@@ -29,18 +31,40 @@ use crate::upper::store::LayerStore;
 
 /// io_uring and unix-socket teardown lag behind `populated 0`; read-only and umount are retried
 /// for this long after a kill.
-const TEARDOWN: Duration = Duration::from_secs(5);
+pub const TEARDOWN: Duration = Duration::from_secs(5);
 /// How long a closing session's processes have between TERM and KILL.
 const STOP: Duration = Duration::from_secs(2);
 const THAW: Duration = Duration::from_millis(500);
 const KILL: Duration = Duration::from_secs(5);
-const AGAIN: Duration = Duration::from_millis(10);
+pub const AGAIN: Duration = Duration::from_millis(10);
 
 type Answered = Result<Vec<Event>, String>;
 
+/// One try of an effect.
+#[derive(Debug, Default)]
+pub struct Try {
+    /// For one that syncs: its turn, given back as soon as the kernel answered.
+    pub turn: Option<OwnedSemaphorePermit>,
+    /// There is no other after it.
+    pub last: bool,
+}
+
+/// Whether an effect syncs the whole file system of the uppers, which takes as long as everything
+/// on it: one at a time, and never on a path that freezes, renews or answers.
+pub fn syncs(effect: &Effect) -> bool {
+    matches!(effect, Effect::ReadOnly | Effect::ProveGone)
+}
+
 impl Host {
-    /// Performs one effect. A failure is an event like every other answer.
-    pub fn perform(self: &Arc<Self>, slot: &Arc<Slot>, s: &Session, effect: &Effect) -> Vec<Event> {
+    /// Performs one effect. A failure is an event like every other answer. No event from one that
+    /// syncs: it is worth another try.
+    pub fn perform(
+        self: &Arc<Self>,
+        slot: &Arc<Slot>,
+        s: &Session,
+        effect: &Effect,
+        tried: Try,
+    ) -> Vec<Event> {
         let point = |when| failpoint::hit(&format!("effect.{}.{when}", effect.name()));
         if matches!(effect, Effect::Kill | Effect::Remove | Effect::Publish { .. })
             && let Err(fault) = self.store.anchor()
@@ -59,7 +83,7 @@ impl Host {
         let answer = match effect {
             Effect::Freeze { .. } => self.freeze(slot, s),
             Effect::Thaw => self.thaw(slot),
-            Effect::ReadOnly => self.read_only(slot, s),
+            Effect::ReadOnly => self.read_only(slot, s, tried),
             Effect::ReadWrite => self.read_write(slot),
             Effect::Kill => self.kill(slot, s),
             Effect::Revoke { reason } => self.revoke(s, reason),
@@ -68,7 +92,7 @@ impl Host {
             Effect::Resolve { key, .. } => self.resolve(s, *key),
             Effect::Releasing => self.releasing(s),
             Effect::Release => self.release(s),
-            Effect::ProveGone => self.prove_gone(slot),
+            Effect::ProveGone => self.prove_gone(slot, tried),
             Effect::Remove => self.remove(slot, s),
             Effect::Show => self.show(slot).map(|()| vec![]),
         };
@@ -151,32 +175,23 @@ impl Host {
         }
     }
 
-    fn read_only(&self, slot: &Slot, s: &Session) -> Answered {
+    fn read_only(&self, slot: &Slot, s: &Session, tried: Try) -> Answered {
         let Some(mounted) = slot.lock().mounted.clone() else {
             return Err("the overlay is not mounted here".to_owned());
         };
-        let patience = if s.facts.has(Fact::Killed) { TEARDOWN } else { Duration::ZERO };
-        let until = clock::now().plus(patience);
-        loop {
-            // Syncs the whole file system of the upper: one at a time, never on a path that
-            // freezes, and nobody else waits while this one pauses.
-            let answer = {
-                let _turn = self.sync_turn();
-                overlay::remount_ro(&mounted.root).map_err(text)?
-            };
-            match answer {
-                ReadOnly::Granted(proof) => {
-                    let upper = Dir::open(&slot.dirs.upper).map_err(text)?;
-                    let empty = changes::is_empty(upper.as_fd()).map_err(text)?;
-                    return Ok(vec![Event::ReadOnly { proof, empty }]);
-                }
-                ReadOnly::Busy(_) if clock::now() < until => std::thread::sleep(AGAIN),
-                ReadOnly::Busy(proof) => {
-                    let place = self.paths.cgroup(&slot.session());
-                    let holders =
-                        holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
-                    return Ok(vec![Event::Busy { proof, holders }]);
-                }
+        let answer = overlay::remount_ro(&mounted.root).map_err(text)?;
+        drop(tried.turn);
+        match answer {
+            ReadOnly::Granted(proof) => {
+                let upper = Dir::open(&slot.dirs.upper).map_err(text)?;
+                let empty = changes::is_empty(upper.as_fd()).map_err(text)?;
+                Ok(vec![Event::ReadOnly { proof, empty }])
+            }
+            ReadOnly::Busy(_) if s.facts.has(Fact::Killed) && !tried.last => Ok(vec![]),
+            ReadOnly::Busy(proof) => {
+                let place = self.paths.cgroup(&slot.session());
+                let holders = holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
+                Ok(vec![Event::Busy { proof, holders }])
             }
         }
     }
@@ -353,21 +368,16 @@ impl Host {
     }
 
     /// Umount, then the kernel's word that the superblock died.
-    fn prove_gone(&self, slot: &Slot) -> Answered {
+    fn prove_gone(&self, slot: &Slot, tried: Try) -> Answered {
         // The root descriptor holds the mount busy.
         slot.lock().mounted = None;
-        let until = clock::now().plus(TEARDOWN);
-        loop {
-            let answer = {
-                let _turn = self.sync_turn();
-                overlay::unmount(&slot.dirs.merged).map_err(text)?
-            };
-            match answer {
-                Unmount::Done | Unmount::NotMounted => break,
-                Unmount::Busy if clock::now() < until => std::thread::sleep(AGAIN),
-                Unmount::Busy => {
-                    return Err("umount: EBUSY, somebody in this namespace uses it".to_owned());
-                }
+        let answer = overlay::unmount(&slot.dirs.merged).map_err(text)?;
+        drop(tried.turn);
+        match answer {
+            Unmount::Done | Unmount::NotMounted => {}
+            Unmount::Busy if !tried.last => return Ok(vec![]),
+            Unmount::Busy => {
+                return Err("umount: EBUSY, somebody in this namespace uses it".to_owned());
             }
         }
         if !slot.dirs.upper.exists() {

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
+
 use super::agenda::Agenda;
 use super::deadlines::Deadlines;
 use super::effects::text;
@@ -83,7 +85,8 @@ pub struct Host {
     /// Those that a tick may have something to do for; a thousand others only live.
     unsettled: Mutex<BTreeSet<SessionId>>,
     table: Mutex<Table>,
-    sync: Mutex<()>,
+    /// One turn for operations that sync the whole file system of the uppers; see `effects`.
+    pub(super) sync: Arc<Semaphore>,
     /// Held while a slice is looked at and taken.
     slices: Mutex<()>,
     stopping: AtomicBool,
@@ -152,7 +155,7 @@ impl Host {
             sessions: RwLock::default(),
             unsettled: Mutex::default(),
             table: Mutex::new(table),
-            sync: Mutex::new(()),
+            sync: Arc::new(Semaphore::new(1)),
             slices: Mutex::new(()),
             stopping: AtomicBool::new(false),
             draining: AtomicBool::new(false),
@@ -235,11 +238,6 @@ impl Host {
     /// The keeper's table; the agent alone writes it.
     pub fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The turn for an operation that syncs the whole file system of the uppers.
-    pub fn sync_turn(&self) -> MutexGuard<'_, ()> {
-        self.sync.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The turn for taking a slice.

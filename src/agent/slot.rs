@@ -6,6 +6,8 @@
 //! worker, which first makes the record and the evidence durable. Sessions never wait for each
 //! other.
 
+mod worker;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -26,7 +28,6 @@ use crate::model::lease::{self, Bound, Signs};
 use crate::model::session::{Session, Stage, State, Work};
 use crate::model::step::{Effect, Event, Published, Purpose, step};
 use crate::model::time::BootNs;
-use crate::store::Durability;
 use crate::upper::remove::SessionDirs;
 use crate::workload::Beats;
 
@@ -388,74 +389,6 @@ impl Host {
             }
         }
     }
-
-    /// [`Host::apply`] for a caller that may block and waits for the record anyhow: it is the
-    /// session's worker meanwhile, if none runs.
-    pub fn apply_here(self: &Arc<Self>, slot: &Arc<Slot>, event: Event, actor: &str) -> Applied {
-        let mut inner = slot.lock();
-        let applied = self.apply_locked(&mut inner, event, actor);
-        let claimed = inner.claim_work();
-        drop(inner);
-        slot.notify();
-        if claimed {
-            self.work(slot);
-        }
-        applied
-    }
-
-    /// Starts the session's worker if there is something to do and none runs.
-    pub fn wake_worker(self: &Arc<Self>, slot: &Arc<Slot>, inner: &mut Inner) {
-        if inner.claim_work() {
-            let (host, slot) = (Arc::clone(self), Arc::clone(slot));
-            self.runtime.spawn_blocking(move || host.work(&slot));
-        }
-    }
-
-    /// The worker: record first, then one effect, until nothing is left.
-    fn work(self: &Arc<Self>, slot: &Arc<Slot>) {
-        loop {
-            let mut inner = slot.lock();
-            let journal = take_journal(&mut inner);
-            let effect = inner.queue.pop_front();
-            if journal.is_none() && effect.is_none() {
-                inner.working = false;
-                if inner.session.state == State::Closed {
-                    self.forget(slot.id);
-                }
-                drop(inner);
-                slot.notify();
-                return;
-            }
-            let session = inner.session.clone();
-            inner.recording = journal.is_some();
-            drop(inner);
-            if let Some(journal) = journal {
-                if let Err(fault) = self.store.record(&journal, durability(&journal)) {
-                    // Nothing irreversible without its record: both wait for the next tick.
-                    tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the record could not be written: {fault}");
-                    let mut inner = slot.lock();
-                    inner.stored = None;
-                    inner.recording = false;
-                    let mut entries = journal.entries;
-                    entries.append(&mut inner.drafts);
-                    inner.drafts = entries;
-                    if let Some(effect) = effect {
-                        inner.queue.push_front(effect);
-                    }
-                    inner.working = false;
-                    return;
-                }
-                super::tell::journal(&journal, &session);
-            }
-            slot.lock().recording = false;
-            slot.notify();
-            if let Some(effect) = effect {
-                for event in self.perform(slot, &session, &effect) {
-                    self.apply(slot, event, "agent");
-                }
-            }
-        }
-    }
 }
 
 fn stamp_and_freeze(cgroup: &Cgroup, stamp: &Stamp) -> crate::kernel::Result<Outcome> {
@@ -480,11 +413,6 @@ pub fn draft(kind: &str, s: &Session, actor: &str, detail: serde_json::Value) ->
         actor: actor.to_owned(),
         detail,
     }
-}
-
-/// Witnessed time and the like need not survive a power loss; decisions do.
-fn durability(journal: &Journal) -> Durability {
-    if journal.entries.is_empty() { Durability::Lazy } else { Durability::Full }
 }
 
 /// What is to be made durable, marked as stored.

@@ -33,6 +33,15 @@ pub enum StartError {
         #[source]
         source: std::io::Error,
     },
+    /// A thread could not be started.
+    #[error("cannot start the thread {name}")]
+    Thread {
+        /// Which.
+        name: &'static str,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
     /// The kernel cannot do it, or not there.
     #[error("this host cannot run it; `overfence doctor` shows what is missing")]
     Kernel(#[from] crate::kernel::Error),
@@ -77,9 +86,16 @@ pub async fn start(
                 std::process::abort();
             }
         });
-        spawned.map_err(|source| StartError::Directory { path: name.into(), source })?;
+        spawned.map_err(|source| StartError::Thread { name, source })?;
     }
-    tokio::spawn(super::renew::run(Arc::clone(&host)));
+    // Renewals have a runtime of their own: whatever waits for a disk takes no thread from them.
+    let failed = |source| StartError::Thread { name: "renew", source };
+    let renewals = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    let (renewals, renewing) = (renewals.map_err(failed)?, Arc::clone(&host));
+    std::thread::Builder::new()
+        .name("renew".to_owned())
+        .spawn(move || renewals.block_on(super::renew::run(renewing)))
+        .map_err(failed)?;
     tokio::spawn(super::sweep::run(Arc::clone(&host)));
     tokio::spawn(super::tell::run(Arc::clone(&host)));
     host.shown().ready = true;

@@ -1,0 +1,125 @@
+//! A session's worker: the record first, then one effect, until nothing is left. At most one runs for
+//! a session; each effect's answers are events again.
+
+use std::sync::Arc;
+
+use super::{Applied, Inner, Slot, take_journal};
+use crate::agent::effects::{AGAIN, TEARDOWN, Try, syncs};
+use crate::agent::host::Host;
+use crate::agent::tell;
+use crate::kernel::clock;
+use crate::model::journal::Journal;
+use crate::model::session::{Session, State};
+use crate::model::step::{Effect, Event};
+use crate::store::Durability;
+
+impl Host {
+    /// [`Host::apply`] for a caller that may block and waits for the record anyhow: it is the
+    /// session's worker meanwhile, if none runs.
+    pub fn apply_here(self: &Arc<Self>, slot: &Arc<Slot>, event: Event, actor: &str) -> Applied {
+        let mut inner = slot.lock();
+        let applied = self.apply_locked(&mut inner, event, actor);
+        let claimed = inner.claim_work();
+        drop(inner);
+        slot.notify();
+        if claimed {
+            self.work(slot);
+        }
+        applied
+    }
+
+    /// Starts the session's worker if there is something to do and none runs.
+    pub fn wake_worker(self: &Arc<Self>, slot: &Arc<Slot>, inner: &mut Inner) {
+        if inner.claim_work() {
+            let (host, slot) = (Arc::clone(self), Arc::clone(slot));
+            self.runtime.spawn_blocking(move || host.work(&slot));
+        }
+    }
+
+    /// The worker: record first, then one effect, until nothing is left.
+    fn work(self: &Arc<Self>, slot: &Arc<Slot>) {
+        loop {
+            let mut inner = slot.lock();
+            let journal = take_journal(&mut inner);
+            let effect = inner.queue.pop_front();
+            if journal.is_none() && effect.is_none() {
+                inner.working = false;
+                if inner.session.state == State::Closed {
+                    self.forget(slot.id);
+                }
+                drop(inner);
+                slot.notify();
+                return;
+            }
+            let session = inner.session.clone();
+            inner.recording = journal.is_some();
+            drop(inner);
+            if let Some(journal) = journal {
+                if let Err(fault) = self.store.record(&journal, durability(&journal)) {
+                    // Nothing irreversible without its record: both wait for the next tick.
+                    tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the record could not be written: {fault}");
+                    let mut inner = slot.lock();
+                    inner.stored = None;
+                    inner.recording = false;
+                    let mut entries = journal.entries;
+                    entries.append(&mut inner.drafts);
+                    inner.drafts = entries;
+                    if let Some(effect) = effect {
+                        inner.queue.push_front(effect);
+                    }
+                    inner.working = false;
+                    return;
+                }
+                tell::journal(&journal, &session);
+            }
+            slot.lock().recording = false;
+            slot.notify();
+            match effect {
+                Some(effect) if syncs(&effect) => {
+                    // It may be long until its turn comes: no thread waits for it.
+                    let work = Arc::clone(self).work_in_turn(Arc::clone(slot), session, effect);
+                    self.runtime.spawn(work);
+                    return;
+                }
+                Some(effect) => {
+                    for event in self.perform(slot, &session, &effect, Try::default()) {
+                        self.apply(slot, event, "agent");
+                    }
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// The worker while one effect has to wait for its turn; it goes on with the rest after that.
+    async fn work_in_turn(self: Arc<Self>, slot: Arc<Slot>, session: Session, effect: Effect) {
+        let until = clock::now().plus(TEARDOWN);
+        let (session, effect) = (Arc::new(session), Arc::new(effect));
+        loop {
+            let turn = Arc::clone(&self.sync).acquire_owned().await.ok();
+            let tried = Try { turn, last: clock::now() >= until };
+            let (host, slot) = (Arc::clone(&self), Arc::clone(&slot));
+            let (session, effect) = (Arc::clone(&session), Arc::clone(&effect));
+            let answered = tokio::task::spawn_blocking(move || {
+                let events = host.perform(&slot, &session, &effect, tried);
+                let answered = !events.is_empty();
+                for event in events {
+                    host.apply(&slot, event, "agent");
+                }
+                if answered {
+                    host.work(&slot);
+                }
+                answered
+            });
+            match answered.await {
+                Ok(false) => tokio::time::sleep(AGAIN).await,
+                Ok(true) | Err(_) => return,
+            }
+        }
+    }
+}
+
+/// Witnessed time and the like need not survive a power loss; decisions do.
+fn durability(journal: &Journal) -> Durability {
+    if journal.entries.is_empty() { Durability::Lazy } else { Durability::Full }
+}

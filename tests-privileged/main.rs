@@ -33,6 +33,7 @@ mod slow_disk;
 mod systemd;
 mod upper;
 mod workload;
+mod writers;
 
 use host::Test;
 use libtest_mimic::{Arguments, Trial};
@@ -52,6 +53,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("full_disk", full_disk::tests()),
+        ("writers", writers::tests()),
         ("slow_disk", slow_disk::tests()),
         ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),
@@ -65,6 +67,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
 }
 
 fn main() {
+    writers::act_if_asked();
     if let Some(name) = host::child_request() {
         host::run_child(&all(), &name);
     }
@@ -86,6 +89,9 @@ fn main() {
     trials.push(Trial::test("needs::the_rule_holds", || {
         needs::the_rule_holds();
         Ok(())
+    }));
+    trials.push(Trial::test("writers::the_table_is_in_the_docs", || {
+        writers::the_table_is_in_the_docs().map_err(Into::into)
     }));
     if let Some(needs) = needs {
         let wrong = needs.wrong(&names);

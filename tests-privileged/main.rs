@@ -34,6 +34,7 @@ mod slow_disk;
 mod systemd;
 mod upper;
 mod workload;
+mod writers;
 
 use host::Test;
 use libtest_mimic::{Arguments, Trial};
@@ -54,6 +55,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("upper", upper::tests()),
         ("seal", seal::tests()),
         ("full_disk", full_disk::tests()),
+        ("writers", writers::tests()),
         ("slow_disk", slow_disk::tests()),
         ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),
@@ -67,6 +69,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
 }
 
 fn main() {
+    writers::act_if_asked();
     if let Some(name) = host::child_request() {
         host::run_child(&all(), &name);
     }
@@ -88,6 +91,9 @@ fn main() {
     trials.push(Trial::test("needs::the_rule_holds", || {
         needs::the_rule_holds();
         Ok(())
+    }));
+    trials.push(Trial::test("writers::the_table_is_in_the_docs", || {
+        writers::the_table_is_in_the_docs().map_err(Into::into)
     }));
     if let Some(needs) = needs {
         let wrong = needs.wrong(&names);

@@ -21,6 +21,16 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("confinement::i10_capabilities_and_filters_are_as_decided", &["unconfined-root"]),
     ("full_disk::a_filler_on_ext4_stops_nobody_else", &["loop-devices"]),
     ("leases::a_mapped_root_is_root_in_the_layer", &["user-namespace", "idmapped-layers"]),
+    ("writers::loop-device", &["loop-devices"]),
+    ("writers::io-uring-sqpoll", &["io-uring"]),
+    ("writers::io-uring-workers", &["io-uring"]),
+    ("writers::io-uring-registered", &["io-uring"]),
+    ("writers::hung-open", &["fuse"]),
+    ("writers::hung-read", &["fuse"]),
+    ("writers::a_hung_file_behind_a_loop_device_delays_no_session", &["fuse", "loop-devices"]),
+    ("writers::a_lower_that_hangs_altogether_delays_no_fence", &["fuse"]),
+    ("writers::one_that_no_kill_wakes_delays_no_other_session", &["fuse"]),
+    ("writers::one_that_a_kill_wakes_ends_when_it_is_to_be_killed", &["fuse"]),
     ("container::", &["podman"]),
     // An ext4 of their own; and the flag needs a capability that a container does not have.
     ("seal::", &["loop-devices"]),
@@ -68,7 +78,7 @@ struct Answer {
 }
 
 /// What tests need and overfence does not.
-fn beside_doctor() -> [(String, (bool, String)); 4] {
+fn beside_doctor() -> [(String, (bool, String)); 6] {
     let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
     let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
     let field =
@@ -81,6 +91,13 @@ fn beside_doctor() -> [(String, (bool, String)); 4] {
         ("podman", there("/usr/bin/podman")),
         ("systemd-nspawn", there("/usr/bin/systemd-nspawn")),
         ("loop-devices", there("/dev/loop-control")),
+        ("fuse", there("/dev/fuse")),
+        // Also refused where kernel.io_uring_disabled says so.
+        (
+            "io-uring",
+            io_uring::IoUring::new(1)
+                .map_or_else(|e| (false, e.to_string()), |_| (true, String::new())),
+        ),
         ("unconfined-root", (unconfined, detail)),
     ]
     .map(|(need, answer)| (need.to_owned(), answer))

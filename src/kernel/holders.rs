@@ -55,6 +55,7 @@ fn find(s_dev: u64, upper: &Path, cgroup: &Path, wanted: Wanted) -> Result<Vec<H
         wanted,
         namespaces: HashSet::new(),
         mounts: HashSet::new(),
+        other_mounts: HashSet::new(),
         inodes: None,
         found: Vec::new(),
         more: 0,
@@ -105,6 +106,8 @@ struct Search<'s> {
     namespaces: HashSet<u64>,
     /// Ids of mounts of the overlay in any namespace.
     mounts: HashSet<u64>,
+    /// Ids of mounts of anything else.
+    other_mounts: HashSet<u64>,
     /// The upper's device and the inodes in it, read only if a mapping asks for them.
     inodes: Option<(u64, HashSet<u64>)>,
     found: Vec<Holder>,
@@ -139,6 +142,7 @@ impl Search<'_> {
         }
         for mount in mountinfo::read(Some(pid)).unwrap_or_default() {
             if mount.dev != self.s_dev {
+                self.other_mounts.insert(mount.id);
                 continue;
             }
             self.mounts.insert(mount.id);
@@ -161,7 +165,11 @@ impl Search<'_> {
             if self.wanted == Wanted::Writers && !writes {
                 continue;
             }
-            if self.mounts.contains(&mount) || device(&entry.path()) == Some(self.s_dev) {
+            // Only a file of a mount that is in no namespace is asked about: another one's server
+            // may hang, and whoever asks it with it.
+            let ours = self.mounts.contains(&mount)
+                || !self.other_mounts.contains(&mount) && device(&entry.path()) == Some(self.s_dev);
+            if ours {
                 self.add(pid, "descriptor", shown(&entry.path()));
             }
         }
@@ -213,10 +221,15 @@ impl Search<'_> {
 
     fn loop_devices(&mut self) {
         let Ok(entries) = std::fs::read_dir("/sys/block") else { return };
+        let mounts = mountinfo::read(None).unwrap_or_default();
+        let points: Vec<_> =
+            mounts.iter().filter(|m| m.dev == self.s_dev).map(|m| &m.point).collect();
         for entry in entries.flatten() {
             let Ok(file) = std::fs::read(entry.path().join("loop/backing_file")) else { continue };
             let file = Path::new(OsStr::from_bytes(file.trim_ascii_end()));
-            if device(file) == Some(self.s_dev) {
+            // Nothing is looked up elsewhere, where a server may hang.
+            let near = points.iter().any(|point| file.starts_with(point));
+            if near && device(file) == Some(self.s_dev) {
                 let name = entry.file_name();
                 let what = format!("{} backed by {}", name.display(), file.display());
                 self.found.push(no_process("loop", what));

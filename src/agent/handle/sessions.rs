@@ -36,20 +36,20 @@ const LONG: Duration = Duration::from_secs(3600);
 impl Agent {
     /// Opens a session; creates the workspace first if that is wished and it is missing.
     pub async fn open(&self, by: &Caller, wish: OpenSession) -> Result<Opened, Failure> {
-        // Here and not on a thread of the pool: waking one, and being woken by it, takes longer than
-        // the session's mount.
-        let host = &self.0;
-        let made = tokio::task::block_in_place(|| {
-            host.refuse_when_short()?;
-            if let Some(create) = wish.create.clone() {
-                match workspaces::create(host, by, create) {
-                    Err(f) if f.code != Code::WorkspaceExists => return Err(f),
-                    Ok(_) | Err(_) => {}
+        let by = by.clone();
+        let made = self
+            .blocking(move |host| {
+                host.refuse_when_short()?;
+                if let Some(create) = wish.create.clone() {
+                    match workspaces::create(host, &by, create) {
+                        Err(f) if f.code != Code::WorkspaceExists => return Err(f),
+                        Ok(_) | Err(_) => {}
+                    }
                 }
-            }
-            let wish = Wish::check(host, by, wish)?;
-            host.open(by, wish)
-        })?;
+                let wish = Wish::check(host, &by, wish)?;
+                host.open(&by, wish)
+            })
+            .await?;
         let session = self.session_view(&made.slot);
         Ok(Opened {
             session,

@@ -110,9 +110,10 @@ pub(super) fn on_freeze_late(s: &mut Session, blockers: &[Blocker]) -> Step {
         State::Fencing | State::Fenced | State::Preserved => {
             let news = s.blockers != blockers;
             s.blockers = blockers.to_vec();
+            // Some calls that never end, a kill ends: who asked for one does not wait for the freeze.
             let next = match s.policy.on_slow_freeze {
-                OnSlowFreeze::Kill => Effect::Kill,
-                OnSlowFreeze::Wait => FENCE,
+                OnSlowFreeze::Wait if s.fence.to < Fact::Killed => FENCE,
+                OnSlowFreeze::Wait | OnSlowFreeze::Kill => Effect::Kill,
             };
             if news { Step::go([next]) } else { Step::quiet([next]) }
         }
@@ -292,7 +293,7 @@ pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
 /// Pending things are tried again; nothing here is worth a record until its answer comes.
 pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
     match s.state {
-        // No kill from a freeze that is not proved.
+        // No kill from a freeze that is neither proved nor late.
         State::Fencing if s.fence.to >= Fact::Killed && s.facts.has(Fact::Frozen) => {
             Step::go([Effect::Kill])
         }

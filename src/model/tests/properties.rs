@@ -226,7 +226,11 @@ fn invariant_unproved_freeze_removes_nothing(s: &Seen<'_>) -> Held {
         for e in &s.step.effects {
             let may = match e {
                 Effect::Freeze { .. } | Effect::Revoke { .. } | Effect::Show => true,
-                Effect::Kill => s.after.policy.on_slow_freeze == OnSlowFreeze::Kill,
+                Effect::Kill => {
+                    matches!(s.event, Event::FreezeLate { .. })
+                        && (s.after.policy.on_slow_freeze == OnSlowFreeze::Kill
+                            || s.after.fence.to >= Fact::Killed)
+                }
                 _ => false,
             };
             prop_assert!(may, "{e:?} from an unproved freeze");

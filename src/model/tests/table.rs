@@ -207,6 +207,17 @@ fn a_slow_freeze_waits_or_kills() {
         then(&mut s, Event::FreezeLate { blockers: Vec::new() }, State::Fencing, &[next]);
         assert!(s.facts.names().is_empty());
     }
+    // A call that hangs for ever may end by a kill alone: a wish for it does not wait.
+    let mut s = session(State::Active);
+    then(&mut s, asked(Fact::Killed, None), State::Fencing, &[FENCE, revoke(), Effect::Show]);
+    then(&mut s, tick(), State::Fencing, &[FENCE]);
+    let late = || Event::FreezeLate { blockers: Vec::new() };
+    then(&mut s, late(), State::Fencing, &[Effect::Kill]);
+    then(&mut s, failed("kill"), State::Fencing, &[]);
+    then(&mut s, tick(), State::Fencing, &[FENCE]);
+    then(&mut s, late(), State::Fencing, &[Effect::Kill]);
+    then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
+    assert_eq!(s.facts.names(), ["killed"]);
 }
 
 #[test]

@@ -1,0 +1,165 @@
+//! Shapes of writers, one test each: what a fence reaches, when, and what still lands.
+//!
+//! Each shape has a row in `writers/expected.toml`, which docs/WRITERS.md shows. Its writer runs as
+//! root, without walls, in the session's cgroup: what is asked about is the kernel, not the walls.
+//! A reader of its own looks at the upper after each fact; any byte that lands after a fact that
+//! excludes it fails the test, whatever the agent says.
+#![allow(unsafe_code)]
+
+mod acts;
+mod course;
+mod expected;
+mod lower;
+mod neighbour;
+mod reader;
+mod scene;
+
+use std::time::Duration;
+
+use course::{Bytes, Shape};
+use scene::{Bound, Scene};
+
+use crate::host::Test;
+
+/// If this process was started as a writer, it becomes one.
+pub fn act_if_asked() {
+    if let Ok(name) = std::env::var(scene::ACT) {
+        acts::act(&name);
+    }
+}
+
+/// The table, the page that shows it, and the shapes here agree.
+pub fn the_table_is_in_the_docs() -> Result<(), String> {
+    expected::holds(&SHAPES.map(|shape| shape.name))
+}
+
+/// One test a shape, and what only two sessions show.
+pub fn tests() -> Vec<Test> {
+    [shapes(), neighbour::tests()].into_iter().flatten().collect()
+}
+
+macro_rules! shapes {
+    ($($shape:expr),* $(,)?) => {
+        const SHAPES: [Shape; [$(stringify!($shape)),*].len()] = [$($shape),*];
+        fn shapes() -> Vec<Test> {
+            vec![$({
+                const SHAPE: Shape = $shape;
+                Test { name: SHAPE.name, run: |place| course::run(place, &SHAPE) }
+            }),*]
+        }
+    };
+}
+
+/// The one file that a writer writes.
+fn bytes(scene: &Scene) -> std::path::PathBuf {
+    scene.merged.join("bytes")
+}
+
+/// A writer that hangs in a lower layer whose server does not answer.
+fn caught(s: &mut Scene) {
+    s.inside("caught", &[&s.merged.join("own"), &bytes(s)]);
+    s.inside[0].until_it_hangs();
+}
+
+shapes![
+    Shape::new("write", |s| s.inside("write", &[&bytes(s)])),
+    Shape::new("append", |s| s.inside("append", &[&bytes(s)])),
+    Shape::new("direct", |s| s.inside("direct", &[&bytes(s)])),
+    Shape::new("aio", |s| s.inside("aio", &[&bytes(s)])),
+    Shape::new("map", |s| s.inside("map", &[&bytes(s)])),
+    Shape::new("map-closed", |s| s.inside("map-closed", &[&bytes(s)])),
+    Shape::new("io-uring-sqpoll", |s| s.inside("ring-sqpoll", &[&bytes(s)])),
+    Shape::new("io-uring-workers", |s| s.inside("ring-workers", &[&bytes(s)])),
+    Shape::new("io-uring-registered", |s| s.inside("ring-registered", &[&bytes(s)])),
+    Shape::new("splice", |s| s.inside("splice", &[&bytes(s)])),
+    Shape::new("sendfile", |s| s.inside("sendfile", &[&bytes(s)])),
+    Shape::new("fallocate", |s| s.inside("fallocate", &[&bytes(s)])),
+    Shape::new("closed", |s| s.inside("wrote", &[&bytes(s)])).bytes(Bytes::Before),
+    Shape::new("unlinked", |s| s.inside("unlinked", &[&bytes(s)]))
+        .when_seen(|s| assert_eq!(s.inside[0].ask(b'u'), b'u')),
+    Shape::new("large-write", |s| s.inside("large-write", &[&bytes(s)])).bytes(Bytes::Call),
+    Shape::new("large-fsync", |s| s.inside("large-fsync", &[&bytes(s)])).bytes(Bytes::Before),
+    Shape::new("large-copy-up", |s| {
+        s.inside("large-copy-up", &[&bytes(s)]);
+        // A tenth of the time it takes.
+        std::thread::sleep(Duration::from_millis(50));
+    })
+    .bytes(Bytes::Copy)
+    .open(|place, agent| lower::open_covered(place, agent, lower::cover_large)),
+    Shape::new("fork-bomb", |s| s.inside("bomb", &[&bytes(s)])),
+    Shape::new("vfork-parent", |s| s.inside("vfork", &[&bytes(s)])),
+    Shape::new("daemon", |s| s.inside("daemon", &[&bytes(s)])),
+    Shape::new("threads-in-exec", |s| s.inside("exec", &[&bytes(s)])),
+    Shape::new("sigstopped", |s| s.inside("stopped", &[&bytes(s)]))
+        .bytes(Bytes::Before)
+        .when_frozen(|s| nix::sys::signal::kill(
+            s.inside[0].pid(),
+            nix::sys::signal::Signal::SIGCONT
+        )
+        .unwrap(),),
+    Shape::new("ptraced", |s| {
+        s.inside("append", &[&bytes(s)]);
+        let pid = s.inside[0].pid().to_string();
+        s.outside("tracer", &[pid.as_ref()]);
+    }),
+    Shape::new("nested-cgroups", |s| s.inside("nested", &[&bytes(s), &s.cgroup.clone()]))
+        // The user's own freeze and thaw below ours.
+        .when_frozen(|s| {
+            let freeze = s.cgroup.join("a/cgroup.freeze");
+            std::fs::write(&freeze, "1").unwrap();
+            std::fs::write(&freeze, "0").unwrap();
+        }),
+    Shape::new("passed-outside", |s| {
+        let socket = s.dir.join("socket");
+        s.outside("receiver", &[&socket]);
+        s.inside("sender", &[&bytes(s), &socket]);
+    }),
+    Shape::new("in-flight", |s| s.inside("in-flight", &[&bytes(s)])).bytes(Bytes::Before),
+    Shape::new("in-flight-to-outside", |s| {
+        let socket = s.dir.join("socket");
+        s.outside("mailbox", &[&socket]);
+        s.inside("sender", &[&bytes(s), &socket]);
+    })
+    .bytes(Bytes::Before)
+    .when_frozen(|s| assert_eq!(s.outside[0].ask(b'w'), b'w')),
+    Shape::new("clone-written", |s| s.outside("clone-write", &[&s.merged.clone()])),
+    Shape::new("clone-held", |s| {
+        s.inside("wrote", &[&bytes(s)]);
+        s.outside("clone-hold", &[&s.merged.clone()]);
+    })
+    .bytes(Bytes::Before)
+    .when_read_only(|s| assert_eq!(i32::from(s.outside[0].ask(b'w')), libc::EROFS)),
+    Shape::new("namespace-written", |s| s.outside("elsewhere-write", &[&bytes(s)])),
+    Shape::new("namespace-held", |s| {
+        s.inside("wrote", &[&bytes(s)]);
+        s.outside("elsewhere-hold", &[&bytes(s)]);
+    })
+    .bytes(Bytes::Before)
+    .when_read_only(|s| assert_eq!(i32::from(s.outside[0].ask(b'w')), libc::EROFS)),
+    Shape::new("namespace-pinned", |s| {
+        s.inside("wrote", &[&bytes(s)]);
+        s.outside("elsewhere-hold", &[&bytes(s)]);
+        let namespace = format!("/proc/{}/ns/mnt", s.outside[0].pid());
+        s.hold(Bound::new(namespace.as_ref(), s.dir.join("pin")));
+        s.outside.clear();
+    })
+    .bytes(Bytes::Before),
+    Shape::new("loop-device", |s| s.outside("loop-write", &[&bytes(s)])),
+    Shape::new("nested-mount", |s| {
+        let nested = s.merged.join("nested");
+        std::fs::create_dir(&nested).unwrap();
+        s.hold(Bound::tmpfs(nested.clone()));
+        s.inside("append", &[&nested.join("bytes")]);
+    })
+    .bytes(Bytes::None),
+    Shape::new("hung-open", caught).bytes(Bytes::Before).open(|place, agent| lower::open_covered(
+        place,
+        agent,
+        lower::cover_hung_open
+    )),
+    Shape::new("hung-read", caught).bytes(Bytes::Before).open(|place, agent| lower::open_covered(
+        place,
+        agent,
+        lower::cover_hung_read
+    )),
+];

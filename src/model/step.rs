@@ -26,18 +26,6 @@ use super::workspace::Refusal;
 /// Removal tries after which a session is quarantined instead of tried for ever.
 pub const MAX_TRIES: u32 = 20;
 
-/// Why a freeze is ours; stamped on the cgroup before the freeze.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Purpose {
-    /// For the time of a capture.
-    Checkpoint,
-    /// The lease is lost.
-    Fence,
-    /// The keeper or the deadline timer found the deadline passed.
-    Deadline,
-}
-
 /// What became of a publication.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "snake_case")]
@@ -260,128 +248,6 @@ pub enum Event {
     },
 }
 
-/// What to do. Effects are idempotent: a crash is recovered by doing them again.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(tag = "effect", rename_all = "snake_case")]
-pub enum Effect {
-    /// Stamp, `freeze=1`, re-read.
-    Freeze {
-        /// The stamp.
-        purpose: Purpose,
-    },
-    /// Keeper's entry, `freeze=0`, re-read stamp and deadline, freeze again if either speaks
-    /// against it.
-    Thaw,
-    /// Remount the superblock read-only and probe.
-    ReadOnly,
-    /// Remount it writable.
-    ReadWrite,
-    /// Set the immutable flag on what is in the upper.
-    Seal,
-    /// Take off every flag that a seal set, and ask whether writes work again.
-    Unseal,
-    /// End the session's processes.
-    Kill,
-    /// Tell the authority that the lease is over.
-    Revoke {
-        /// Why.
-        reason: String,
-    },
-    /// Upper to layer.
-    Capture {
-        /// For which publication.
-        key: PublicationKey,
-    },
-    /// Offer the layer to the authority.
-    Publish {
-        /// The key.
-        key: PublicationKey,
-        /// The layer.
-        layer: Digest,
-    },
-    /// Find the commit of a key or bury it.
-    Resolve {
-        /// The key.
-        key: PublicationKey,
-        /// The layer.
-        layer: Digest,
-    },
-    /// Tell the authority that the lease is about to be given back; it may still publish.
-    Releasing,
-    /// Give the lease back.
-    Release,
-    /// Umount and ask the kernel whether the superblock died.
-    ProveGone,
-    /// Remove directory, cgroup and keeper entry.
-    Remove,
-    /// Rewrite ticket and session.json for the workload.
-    Show,
-}
-
-impl Effect {
-    /// Effects whose intent must be durable before they are done (I3). Freezing is reversible
-    /// and comes ahead of its record; a seal is reversible too, but only by who knows of it.
-    pub const fn irreversible(&self) -> bool {
-        match self {
-            Self::Kill
-            | Self::Revoke { .. }
-            | Self::Publish { .. }
-            | Self::Resolve { .. }
-            | Self::Releasing
-            | Self::Release
-            | Self::ProveGone
-            | Self::Remove
-            | Self::ReadWrite
-            | Self::Seal
-            | Self::Unseal
-            | Self::Thaw => true,
-            Self::Freeze { .. } | Self::ReadOnly | Self::Capture { .. } | Self::Show => false,
-        }
-    }
-
-    /// All names, for the test that each effect can be crashed at.
-    pub const NAMES: &[&str] = &[
-        "freeze",
-        "thaw",
-        "read_only",
-        "read_write",
-        "seal",
-        "unseal",
-        "kill",
-        "revoke",
-        "capture",
-        "publish",
-        "resolve",
-        "releasing",
-        "release",
-        "prove_gone",
-        "remove",
-        "show",
-    ];
-
-    /// Its name in failpoints, metrics and messages.
-    pub const fn name(&self) -> &'static str {
-        match self {
-            Self::Freeze { .. } => "freeze",
-            Self::Thaw => "thaw",
-            Self::ReadOnly => "read_only",
-            Self::ReadWrite => "read_write",
-            Self::Seal => "seal",
-            Self::Unseal => "unseal",
-            Self::Kill => "kill",
-            Self::Revoke { .. } => "revoke",
-            Self::Capture { .. } => "capture",
-            Self::Publish { .. } => "publish",
-            Self::Resolve { .. } => "resolve",
-            Self::Releasing => "releasing",
-            Self::Release => "release",
-            Self::ProveGone => "prove_gone",
-            Self::Remove => "remove",
-            Self::Show => "show",
-        }
-    }
-}
-
 /// What a step gave.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Step {
@@ -458,12 +324,14 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
     }
 }
 
+mod effect;
 mod fence;
 mod hold;
 mod lifecycle;
 mod removal;
 mod seal;
 
+pub use effect::{Effect, Purpose};
 use fence::{
     lose, on_busy, on_fence_asked, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only,
     on_read_only_lost, on_tick, writable_again,

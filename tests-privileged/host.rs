@@ -123,9 +123,10 @@ fn run_in(name: &str, dir: &Path, own: &Path, play: &Path) -> Result<(), Failed>
     let log = dir.with_extension("log");
     let out = std::fs::File::create(&log)?;
     let procs = own.join("cgroup.procs");
+    // A shell that starts the suite in its background has it ignore SIGINT.
     let mut child = Command::new("/bin/sh")
         .arg("-c")
-        .arg("echo $$ > \"$1\" && shift && exec \"$@\"")
+        .arg("echo $$ > \"$1\" && shift && exec env --default-signal \"$@\"")
         .arg("sh")
         .arg(&procs)
         .arg(std::env::current_exe()?)

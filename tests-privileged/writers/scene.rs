@@ -97,20 +97,25 @@ impl Actor {
         nix::unistd::Pid::from_raw(self.0.id().try_into().unwrap())
     }
 
-    /// Waits until it sleeps in an open or a read.
+    /// Waits until it stays in one open or read: a short sleep in one that is answered is none.
     pub fn until_it_hangs(&self) {
         let of = |name: &str| {
             std::fs::read_to_string(format!("/proc/{}/{name}", self.0.id())).unwrap_or_default()
         };
         let calls = [libc::SYS_openat, libc::SYS_read].map(|call| format!("{call} "));
-        let hangs = || {
+        let sleeps_in = || {
             let (stat, call) = (of("stat"), of("syscall"));
-            (stat.contains(") S ") || stat.contains(") D "))
-                && calls.iter().any(|c| call.starts_with(c))
+            let asleep = stat.contains(") S ") || stat.contains(") D ");
+            (asleep && calls.iter().any(|c| call.starts_with(c))).then_some(call)
         };
         let begun = Instant::now();
-        while !hangs() {
+        let mut since = (None, begun);
+        while since.0.is_none() || since.1.elapsed() < paced(Duration::from_millis(300)) {
             assert!(begun.elapsed() < paced(Duration::from_secs(10)), "it does not hang");
+            let now = sleeps_in();
+            if now != since.0 {
+                since = (now, Instant::now());
+            }
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -141,11 +146,11 @@ impl Drop for Actor {
 pub struct Bound(PathBuf);
 
 impl Bound {
-    /// What a link leads to, at a new file.
-    pub fn new(from: &Path, at: PathBuf) -> Self {
-        std::fs::write(&at, "").unwrap();
-        rustix::mount::mount_bind(from, &at).unwrap();
-        Self(at)
+    /// What a link leads to, at a file that is made for it.
+    pub fn new(from: &Path, at: PathBuf) -> std::io::Result<Self> {
+        std::fs::write(&at, "")?;
+        rustix::mount::mount_bind(from, &at)?;
+        Ok(Self(at))
     }
 
     pub fn tmpfs(at: PathBuf) -> Self {

@@ -4,7 +4,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -172,13 +172,14 @@ impl<V: Visit> Descent<'_, V> {
         let mut here = Arc::new(top);
         let mut levels: Vec<Level> = Vec::new();
         let mut waiting = self.enter(&here)?;
+        let mut far = Far::default();
         while !self.shared.over() {
             if let Some(name) = waiting.pop() {
                 let info = here.own_stat()?;
                 let child = match here.child(&name) {
                     // Somebody outside took it away, which a sealed one does not let happen.
                     Err(e) if e.errno() == Some(rustix::io::Errno::NOENT) => continue,
-                    child => Arc::new(shorten(child?)),
+                    child => Arc::new(far.below(child?, &here, levels.len())),
                 };
                 let names = self.enter(&child)?;
                 let above = (info.dev, info.ino);
@@ -190,7 +191,7 @@ impl<V: Visit> Descent<'_, V> {
                 self.visit.directory(&here)?;
             }
             let Some(level) = levels.pop() else { break };
-            here = Arc::new(here.parent(level.above)?);
+            here = Arc::new(far.above(here.parent(level.above)?, levels.len()));
             waiting = level.waiting;
         }
         Ok(self.left)
@@ -229,10 +230,32 @@ impl<V: Visit> Descent<'_, V> {
     }
 }
 
-/// Keeps paths, which are for messages here, from growing with the depth of a hostile tree.
-fn shorten(dir: Dir) -> Dir {
-    match dir.path().as_os_str().len() > 4096 {
-        true => dir.renamed(Path::new("(far below)")),
-        false => dir,
+/// Keeps paths, which are for messages here, from growing with the depth of a hostile tree: the depth
+/// and the path of the last directory that is called by its whole one.
+#[derive(Default)]
+struct Far(Option<(usize, PathBuf)>);
+
+impl Far {
+    const NAME: &'static str = "(far below)";
+
+    fn below(&mut self, child: Dir, here: &Dir, depth: usize) -> Dir {
+        if self.0.is_none() && child.path().as_os_str().len() > 4096 {
+            self.0 = Some((depth, here.path().to_owned()));
+        }
+        match self.0 {
+            Some(_) => child.renamed(Path::new(Self::NAME)),
+            None => child,
+        }
+    }
+
+    fn above(&mut self, up: Dir, depth: usize) -> Dir {
+        match self.0.take() {
+            Some((known, path)) if known == depth => up.renamed(&path),
+            Some(far) => {
+                self.0 = Some(far);
+                up.renamed(Path::new(Self::NAME))
+            }
+            None => up,
+        }
     }
 }

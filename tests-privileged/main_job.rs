@@ -233,6 +233,7 @@ fn cgroups(place: &Place) -> usize {
 }
 
 fn close_modes(place: &Place) {
+    let layers = place.dir.join("state/layers");
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 60_000)).await.unwrap();
         let id = a.session.id.parse().unwrap();
@@ -248,8 +249,11 @@ fn close_modes(place: &Place) {
         std::fs::write(merged(&b).join("f"), "y").unwrap();
         agent.checkpoint(&ROOT, id).await.unwrap();
         std::fs::write(merged(&b).join("g"), "z").unwrap();
+        let stored = || std::fs::read_dir(&layers).unwrap().count();
+        let before = stored();
         let refused = agent.close(&ROOT, id, CloseSession::default()).await.unwrap_err();
         assert_eq!(refused.code, Code::UncommittedBytes);
+        assert_eq!(stored(), before, "the question left a layer behind");
         agent.checkpoint(&ROOT, id).await.unwrap();
         let closed = agent.close(&ROOT, id, CloseSession::default()).await.unwrap();
         assert_eq!((closed.state.as_str(), closed.expected.version.0), ("CLOSED", 2));

@@ -109,10 +109,7 @@ pub fn capture(
     stop: Stop<'_>,
 ) -> Result<Captured> {
     let begun = Instant::now();
-    let (changes, plain) = match source {
-        Source::Upper(fd, format) => (Changes::new(fd, format)?, false),
-        Source::Directory(fd) => (Changes::new(fd, Format::Trusted)?, true),
-    };
+    let (changes, plain) = changes_of(source)?;
     let mut tally = Tally::default();
     let packed = store.add(|file| {
         let mut sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
@@ -133,6 +130,28 @@ pub fn capture(
         changed: tally.changed,
         escaped: tally.escaped,
         took: begun.elapsed(),
+    })
+}
+
+/// The name that a layer of `source` would have, whose writers may run; nothing is stored.
+///
+/// # Errors
+/// As [`capture`]; [`Error::Changed`] if a file changed while it was read.
+pub fn diff_id(source: Source<'_>, stop: Stop<'_>) -> Result<Digest> {
+    let (changes, plain) = changes_of(source)?;
+    let mut tally = Tally::default();
+    let mut tar = Hashed::new(io::sink());
+    let out = Writer::new(&mut tar);
+    let mut pack = Pack { out, plain, writers: Writers::Running, stop, tally: &mut tally };
+    pack.all(changes)?;
+    pack.out.finish().at("hash", path_of(b"the layer"))?;
+    Ok(tar.finish().1)
+}
+
+fn changes_of(source: Source<'_>) -> Result<(Changes, bool)> {
+    Ok(match source {
+        Source::Upper(fd, format) => (Changes::new(fd, format)?, false),
+        Source::Directory(fd) => (Changes::new(fd, Format::Trusted)?, true),
     })
 }
 

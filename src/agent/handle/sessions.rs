@@ -27,7 +27,7 @@ use crate::model::view::{
 use crate::model::workspace::{Acquire, Acquired, Refusal};
 use crate::store::Durability;
 use crate::upper::changes::{self, Format};
-use crate::upper::layer::{self, Source, Writers};
+use crate::upper::layer::{self, Source};
 use crate::workload::{self, Place};
 
 /// Captures and removals of large uppers take their time.
@@ -371,7 +371,7 @@ impl Agent {
 
 impl Host {
     /// Whether a session that may be running left nothing in its upper that is not committed. Its
-    /// bytes are compared, by a capture: a checkpoint's traces tell nothing of what came after it.
+    /// bytes are compared, by a layer's name: a checkpoint's traces tell nothing of what came after it.
     fn is_as_published(&self, slot: &Slot) -> Result<bool, Failure> {
         let own = slot.session().own_layer;
         let upper = Dir::open(&slot.dirs.upper).map_err(internal)?;
@@ -379,8 +379,8 @@ impl Host {
             return changes::is_empty(upper.as_fd()).map_err(internal);
         }
         let source = Source::Upper(upper.as_fd(), Format::Trusted);
-        match layer::capture(source, Writers::Running, &self.layers, &|| self.stopping()) {
-            Ok(captured) => Ok(Some(captured.diff_id) == own),
+        match layer::diff_id(source, &|| self.stopping()) {
+            Ok(now) => Ok(Some(now) == own),
             Err(crate::upper::Error::Changed { .. }) => Ok(false),
             Err(fault) => Err(of_upper(fault)),
         }

@@ -98,22 +98,28 @@ impl Host {
         loop {
             let turn = Arc::clone(&self.sync).acquire_owned().await.ok();
             let tried = Try { turn, last: clock::now() >= until };
-            let (host, slot) = (Arc::clone(&self), Arc::clone(&slot));
+            let (host, asked) = (Arc::clone(&self), Arc::clone(&slot));
             let (session, effect) = (Arc::clone(&session), Arc::clone(&effect));
             let answered = tokio::task::spawn_blocking(move || {
-                let events = host.perform(&slot, &session, &effect, tried);
+                let events = host.perform(&asked, &session, &effect, tried);
                 let answered = !(events.is_empty() && tried_again(&effect));
                 for event in events {
-                    host.apply(&slot, event, "agent");
+                    host.apply(&asked, event, "agent");
                 }
                 if answered {
-                    host.work(&slot);
+                    host.work(&asked);
                 }
                 answered
             });
             match answered.await {
                 Ok(false) => tokio::time::sleep(AGAIN).await,
-                Ok(true) | Err(_) => return,
+                Ok(true) => return,
+                Err(fault) => {
+                    // It panicked, or the agent stops: the next tick tries again.
+                    tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "its worker ended: {fault}");
+                    slot.lock().working = false;
+                    return;
+                }
             }
         }
     }

@@ -26,6 +26,7 @@ mod package;
 mod races;
 mod restart;
 mod rig;
+mod rollback;
 mod room;
 mod runbook;
 mod seal;
@@ -50,6 +51,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("openapi", openapi::tests()),
         ("contract", contract::tests()),
         ("restart", restart::tests()),
+        ("rollback", rollback::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),

@@ -187,6 +187,12 @@ fn served(place: &Place) {
     api.good("post", "/v1/sessions/{id}/discard", &id, "", none.clone());
     let other = id_of(&api.good("post", "/v1/sessions", "", "", json!({ "workspace": "w" })));
     api.good("post", "/v1/sessions/{id}/close", &other, "", json!({ "mode": "discard" }));
+    api.good("post", "/v1/workspaces", "", "", json!({ "id": "x" }));
+    let why = json!({ "reason": "test" });
+    api.good("post", "/v1/workspaces/{id}/hold", "x", "", why);
+    let why = json!({ "reason": "test", "accept_generation": 3 });
+    api.good("post", "/v1/workspaces/{id}/repair", "x", "", why);
+    api.good("post", "/v1/workspaces/{id}/delete", "x", "", none.clone());
     for path in [
         "/v1/evidence",
         "/v1/evidence/verify",
@@ -240,6 +246,7 @@ fn refused(place: &Place) {
                 "Beat" => json!({ "token": "x" }),
                 "KeepSession" => json!({ "for_ms": 1 }),
                 "ReadmitSession" => json!({ "authorised_by": "x", "reason": "x" }),
+                "HoldWorkspace" | "RepairWorkspace" => json!({ "reason": "x" }),
                 _ => json!({}),
             };
             let code = ask(&template.replace("{id}", "0123"), &body.to_string());

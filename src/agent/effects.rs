@@ -23,7 +23,7 @@ use crate::model::journal::Journal;
 use crate::model::lease::LeaseState;
 use crate::model::session::{Disposition, Loss, Session, State};
 use crate::model::step::{Effect, Event, Published, Purpose};
-use crate::model::workspace::{KeyState, Publish, Refusal};
+use crate::model::workspace::{KeyState, Publish, Refusal, Seen};
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Captured, Source, Writers};
 use crate::upper::remove::{self, ProvedGone};
@@ -358,8 +358,12 @@ impl Host {
             Journal { sessions: vec![], entries: vec![draft("publication", s, "agent", detail)] }
         };
         let answer = self.authority.publish(&wish, Box::new(rider)).map_err(text)?;
-        if let Err(refusal) = &answer {
-            self.metrics.refused(refusal.code);
+        match &answer {
+            Ok(at) => {
+                let seen = Seen { generation: s.generation, version: at.version };
+                self.note_published(&s.workspace, seen);
+            }
+            Err(refusal) => self.metrics.refused(refusal.code),
         }
         Ok(answer)
     }

@@ -41,6 +41,7 @@ mod sweep;
 mod tell;
 mod view;
 mod watch;
+mod witness;
 
 pub use handle::{Agent, Sign};
 pub use host::SessionSocket;

@@ -75,6 +75,7 @@ async fn sweep(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result
 }
 
 fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(), String> {
+    host.store.marks().flush().map_err(text)?;
     host.store.anchor().map_err(text)?;
     let may_delete = clock::now().since(started) >= host.config.preserve.min_notice;
     let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);

@@ -128,6 +128,7 @@ mod tests {
                 lease_state: None,
                 generation: Generation(7),
                 at: Default::default(),
+                hold: Some("why".into()),
             };
             let sent = Failure { code, message: "why".into(), current: Some(Box::new(current)) };
             let response = Refused(sent.clone()).into_response();

@@ -14,6 +14,7 @@ mod drain;
 mod evidence;
 mod fence;
 mod gc;
+mod hold;
 mod lease;
 mod parse;
 mod preserved;

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::context::Context;
 use super::words::words;
-use super::{parse, table};
+use super::{hold, parse, table};
 use crate::agent::failure::Failure;
 use crate::api::client::path;
 use crate::model::view::{CreateWorkspace, HistoryView, WorkspaceView};
@@ -37,6 +37,13 @@ pub enum Verb {
         #[arg(long, value_name = "N", default_value_t = 100)]
         limit: usize,
     },
+    /// Put one on HOLD: its writer is frozen, and nothing is granted or published until it is
+    /// repaired.
+    Hold(hold::Hold),
+    /// Lift a HOLD, above the highest generation that was ever seen.
+    Repair(hold::Repair),
+    /// Delete one that has neither sessions nor preserved deltas. Its generation lives on.
+    Delete(hold::Delete),
 }
 
 /// `workspace create`
@@ -95,6 +102,9 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
             let rows: Vec<HistoryView> = client.get(&format!("{place}?limit={limit}"))?;
             context.list(&rows, "history", history)
         }
+        Verb::Hold(wish) => hold::hold(context, &client, wish),
+        Verb::Repair(wish) => hold::repair(context, &client, wish),
+        Verb::Delete(wish) => hold::delete(context, &client, wish),
     }
 }
 
@@ -117,7 +127,7 @@ fn list(all: &[WorkspaceView]) -> String {
     )
 }
 
-fn one(workspace: &WorkspaceView) -> String {
+pub(super) fn one(workspace: &WorkspaceView) -> String {
     let lease = workspace.lease.as_ref();
     let head = match workspace.head.last() {
         None => "(empty)".into(),

@@ -52,6 +52,7 @@ codes! {
     HeadMismatch "head_mismatch" 412 4 "The workspace's head is not the one this session expects.";
     HeadMoved "head_moved" 412 4 "The head moved on; a fenced session can come back only through a bundle.";
     WorkspaceHeld "workspace_held" 409 4 "The workspace is on HOLD until an operator repairs it.";
+    WorkspaceInUse "workspace_in_use" 409 4 "The workspace has sessions or preserved deltas.";
     WorkspaceExists "workspace_exists" 409 4 "A workspace of this name exists.";
     KeyUsed "key_used" 409 4 "The key was used for other content.";
     KeyBuried "key_buried" 409 4 "The publication key was resolved as not committed and cannot be used again.";

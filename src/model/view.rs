@@ -4,6 +4,7 @@
 mod bounds;
 mod host;
 mod session;
+mod workspace;
 
 use std::collections::BTreeMap;
 
@@ -17,6 +18,8 @@ pub use host::{
     DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport, KeepSession,
     PreservedView, SpaceView, StatusView,
 };
+pub use workspace::{DeleteWorkspace, HoldWorkspace, RepairWorkspace};
+
 pub use session::{
     Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced, OpenSession,
     Opened, ReadmitSession, RevokeLease, SealingView, SessionView,

@@ -3,6 +3,7 @@
 //! record by another way.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -53,6 +54,40 @@ pub struct Current {
     pub generation: Generation,
     /// Version and head.
     pub at: HeadAt,
+    /// Why it is on HOLD, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hold: Option<String>,
+}
+
+/// The highest that a witness outside the authority ever saw of a workspace (I2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub struct Seen {
+    /// Generation.
+    pub generation: Generation,
+    /// Version.
+    pub version: Version,
+}
+
+impl Seen {
+    /// The higher of both, each for itself.
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            generation: self.generation.max(other.generation),
+            version: self.version.max(other.version),
+        }
+    }
+
+    /// Why an authority that answers `found` is not believed, if it is not.
+    pub fn against(&self, found: &Self) -> Option<String> {
+        let told = |what: &str, found: &dyn fmt::Display, seen: &dyn fmt::Display| {
+            format!("the authority answers {what} {found}, but {seen} was seen on this host")
+        };
+        if found.generation < self.generation {
+            return Some(told("generation", &found.generation, &self.generation));
+        }
+        let behind = found.version < self.version;
+        behind.then(|| told("version", &found.version, &self.version))
+    }
 }
 
 /// Nothing was changed, and this is why.
@@ -68,6 +103,9 @@ pub struct Refusal {
 fn shown(current: &Option<Current>) -> String {
     match current {
         None => String::new(),
+        Some(Current { hold: Some(why), .. }) => {
+            format!(" On HOLD: {why}. `overfence workspace repair` lifts it.")
+        }
         Some(c) => format!(
             " Now: generation {}, owner {}, version {}.",
             c.generation,
@@ -119,6 +157,9 @@ pub struct Acquire {
     pub force: Option<String>,
     /// A readmission: granted only while version and head are still these.
     pub only_at: Option<HeadAt>,
+    /// What witnesses outside the authority saw: a workspace below it is put on HOLD instead.
+    #[serde(default)]
+    pub seen: Seen,
 }
 
 /// What an acquisition gave.
@@ -189,14 +230,15 @@ pub type Ruled<T> = Result<(Workspace, T), Refusal>;
 
 impl Workspace {
     /// A new workspace; `tombstone` is the record of a deleted one of the same name, whose
-    /// generation lives on.
+    /// generation and count of versions live on.
     pub fn new(id: WorkspaceId, owner: Owner, tombstone: Option<&Workspace>) -> Self {
+        let version = tombstone.map_or(Version(0), |t| Version(t.at.version.0.saturating_add(1)));
         Self {
             id,
             owner,
             contact: String::new(),
             labels: BTreeMap::new(),
-            at: HeadAt::default(),
+            at: HeadAt { version, ..HeadAt::default() },
             top: None,
             generation: tombstone.map_or(Generation::NONE, |t| t.generation),
             lease: None,
@@ -213,7 +255,13 @@ impl Workspace {
             lease_state: self.lease.as_ref().map(|l| l.state),
             generation: self.generation,
             at: self.at.clone(),
+            hold: self.hold.clone(),
         }
+    }
+
+    /// What a witness would keep of it.
+    pub fn seen(&self) -> Seen {
+        Seen { generation: self.generation, version: self.at.version }
     }
 
     fn refuse(&self, code: Code) -> Refusal {
@@ -221,11 +269,11 @@ impl Workspace {
     }
 
     fn usable(&self) -> Result<(), Refusal> {
-        if self.deleted {
-            return Err(Refusal { code: Code::UnknownWorkspace, current: None });
-        }
         if self.hold.is_some() {
             return Err(self.refuse(Code::WorkspaceHeld));
+        }
+        if self.deleted {
+            return Err(Refusal { code: Code::UnknownWorkspace, current: None });
         }
         Ok(())
     }
@@ -382,5 +430,21 @@ impl Workspace {
     /// Puts the workspace on HOLD; nothing is granted or published until it is repaired.
     pub fn held(&self, why: &str) -> Self {
         Self { hold: Some(why.to_owned()), ..self.clone() }
+    }
+
+    /// Lifts a HOLD above `seen`: the next generation is higher than any that was seen, and what the
+    /// head is now gets a version that no other head ever had. Whatever lease there was is over.
+    pub fn repaired(&self, seen: &Seen) -> Self {
+        let mut new =
+            Self { hold: None, generation: self.generation.max(seen.generation), ..self.clone() };
+        if new.at.version < seen.version {
+            new.at.version = Version(seen.version.0.saturating_add(1));
+            new.top = None;
+        }
+        if let Some(lease) = new.lease.as_mut().filter(|lease| lease.state.may_publish()) {
+            lease.state = LeaseState::Revoked;
+            lease.why_ended = Some("it did not outlast the HOLD of its workspace".to_owned());
+        }
+        new
     }
 }

@@ -170,7 +170,7 @@ impl Bench {
                 }
             }
             Ask::Hold => self.w = self.w.held("odd"),
-            Ask::Repair => self.w.hold = None,
+            Ask::Repair => self.w = self.w.repaired(&self.w.seen()),
             Ask::Recreate => {
                 self.w = Workspace::new(before.id.clone(), before.owner.clone(), Some(&before));
                 prop_assert_eq!(self.w.generation, before.generation);
@@ -204,6 +204,7 @@ fn acquire(w: &Workspace, lease: u128, session: u128, force: bool, at: Option<bo
         max_lifetime: Duration::from_nanos(if force { 3 } else { 12 }),
         force: force.then(|| "now".to_owned()),
         only_at: at.map(|right| if right { w.at.clone() } else { other }),
+        seen: w.seen(),
     }
 }
 

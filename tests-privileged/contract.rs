@@ -128,6 +128,12 @@ fn json_alone(place: &Place) {
     asked.of("bundle verify", &[&bundle]);
     asked.of("preserved discard", &[&id, "--yes"]);
 
+    asked.of("workspace create", &["x"]);
+    assert_eq!(asked.of("workspace hold", &["-w", "x", "--reason", "a test"])["hold"], "a test");
+    let accept = ["-w", "x", "--accept-generation", "3", "--reason", "a test"];
+    assert_eq!(asked.of("workspace repair", &accept)["generation"], 3);
+    asked.of("workspace delete", &["-w", "x", "--yes"]);
+
     asked.of("gc", &["--dry-run"]);
     assert!(asked.of("evidence show", &["--last", "3"]).as_array().unwrap().len() == 3);
     asked.of("evidence verify", &[]);

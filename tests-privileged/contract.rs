@@ -128,6 +128,11 @@ fn json_alone(place: &Place) {
     asked.of("bundle verify", &[&bundle]);
     asked.of("preserved discard", &[&id, "--yes"]);
 
+    assert_eq!(asked.of("workspace verify", &["-w", "w"])["ok"], true);
+    asked.of("workspace revert", &["-w", "w", "--to", "1"]);
+    let tree = host.dir.join("tree");
+    std::fs::create_dir(&tree).unwrap();
+    asked.of("workspace import", &["-w", "y", "--directory", tree.to_str().unwrap()]);
     asked.of("workspace create", &["x"]);
     assert_eq!(asked.of("workspace hold", &["-w", "x", "--reason", "a test"])["hold"], "a test");
     let accept = ["-w", "x", "--accept-generation", "3", "--reason", "a test"];

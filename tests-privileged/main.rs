@@ -11,6 +11,7 @@ mod agent_process;
 mod breakers;
 mod confinement;
 mod container;
+mod content;
 mod contract;
 mod daemon;
 mod demo;
@@ -52,6 +53,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("contract", contract::tests()),
         ("restart", restart::tests()),
         ("rollback", rollback::tests()),
+        ("content", content::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),

@@ -188,6 +188,12 @@ fn served(place: &Place) {
     let other = id_of(&api.good("post", "/v1/sessions", "", "", json!({ "workspace": "w" })));
     api.good("post", "/v1/sessions/{id}/close", &other, "", json!({ "mode": "discard" }));
     api.good("post", "/v1/workspaces", "", "", json!({ "id": "x" }));
+    api.good("post", "/v1/workspaces/{id}/verify", "w", "", none.clone());
+    api.good("post", "/v1/workspaces/{id}/revert", "w", "", json!({ "to": 0 }));
+    std::fs::create_dir(api.host.dir.join("tree")).unwrap();
+    let tree = api.host.dir.join("tree").display().to_string();
+    let import = json!({ "about": { "id": "y", "lowers": [tree] } });
+    api.good("post", "/v1/import", "", "", import);
     let why = json!({ "reason": "test" });
     api.good("post", "/v1/workspaces/{id}/hold", "x", "", why);
     let why = json!({ "reason": "test", "accept_generation": 3 });

@@ -26,14 +26,19 @@ const SECTION: &str = "## Handle a stale writer\n";
 
 /// A fenced code block, and the heading that it stands below.
 #[derive(Debug)]
-struct Block {
-    heading: String,
-    script: String,
+pub struct Block {
+    pub heading: String,
+    pub script: String,
 }
 
 /// The shell blocks of the section, in order.
 fn blocks() -> Vec<Block> {
-    let (_, section) = DOCUMENT.split_once(SECTION).expect("the section is there");
+    blocks_of(SECTION)
+}
+
+/// The shell blocks of the section with this heading, in order.
+pub fn blocks_of(heading: &str) -> Vec<Block> {
+    let (_, section) = DOCUMENT.split_once(heading).expect("the section is there");
     let (mut heading, mut open, mut found) = (String::new(), false, Vec::<Block>::new());
     for line in section.lines().take_while(|line| !line.starts_with("## ")) {
         match (line.trim_start(), open) {

@@ -352,6 +352,7 @@ impl Host {
             expected,
             key,
             layer,
+            whole: None,
         };
         let rider = |outcome: &Result<_, Refusal>| {
             let detail = serde_json::json!({ "offered": wish, "answer": outcome });

@@ -311,6 +311,7 @@ mod tests {
             expected: Default::default(),
             key,
             layer: Digest([1; 32]),
+            whole: None,
         };
         let refusal = host.authority.publish(&wish, no_rider()).unwrap().unwrap_err();
         assert_eq!(refusal.code, Code::WorkspaceHeld);

@@ -5,6 +5,7 @@
 
 mod bundle;
 mod config;
+mod content;
 mod context;
 mod daemons;
 mod demo;

@@ -18,7 +18,10 @@ pub use host::{
     DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport, KeepSession,
     PreservedView, SpaceView, StatusView,
 };
-pub use workspace::{DeleteWorkspace, HoldWorkspace, RepairWorkspace};
+pub use workspace::{
+    DeleteWorkspace, HoldWorkspace, ImportWorkspace, LayerReport, RepairWorkspace, RevertWorkspace,
+    WorkspaceReport,
+};
 
 pub use session::{
     Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced, OpenSession,
@@ -130,6 +133,8 @@ pub struct WorkspaceView {
     pub head: Vec<Digest>,
     /// The highest generation issued: the authoritative one.
     pub generation: u64,
+    /// The highest generation that this host ever saw of it; what a repair has to accept at least.
+    pub generation_seen: u64,
     /// The present or last lease.
     pub lease: Option<LeaseView>,
     /// Session that may write now.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::code::Code;
-use super::head::{Digest, HeadAt};
+use super::head::{Digest, Head, HeadAt};
 use super::ids::{
     Generation, HostId, LeaseId, Owner, PublicationKey, SessionId, Version, WorkspaceId,
 };
@@ -188,8 +188,11 @@ pub struct Publish {
     pub expected: HeadAt,
     /// The same key always gets the same answer.
     pub key: PublicationKey,
-    /// The session's layer.
+    /// The session's layer; of a whole head its top, or zeros.
     pub layer: Digest,
+    /// A whole head in the place of one layer more: an earlier one comes back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole: Option<Head>,
 }
 
 /// What became of a publication key.
@@ -402,7 +405,10 @@ impl Workspace {
     /// The publication predicate (I1): all conditions, or nothing changes.
     pub fn publish(&self, wish: &Publish, key: &KeyState, now: &BootInstant) -> Ruled<HeadAt> {
         match key {
-            KeyState::Committed { layer, at } if *layer == wish.layer => {
+            KeyState::Committed { layer, at }
+                if *layer == wish.layer
+                    && wish.whole.as_ref().is_none_or(|head| *head == at.head) =>
+            {
                 return Ok((self.clone(), at.clone()));
             }
             KeyState::Committed { .. } => return Err(self.refuse(Code::KeyUsed)),
@@ -419,12 +425,18 @@ impl Workspace {
         if wish.expected.head != self.at.head {
             return Err(self.refuse(Code::HeadMismatch));
         }
-        let mut head = self.at.head.clone();
-        if self.top == Some(wish.session) {
-            head.0.pop();
-        }
-        let at = HeadAt { version: Version(self.at.version.0 + 1), head: head.with(wish.layer) };
-        Ok((Self { at: at.clone(), top: Some(wish.session), ..self.clone() }, at))
+        let (head, top) = match &wish.whole {
+            Some(head) => (head.clone(), None),
+            None => {
+                let mut head = self.at.head.clone();
+                if self.top == Some(wish.session) {
+                    head.0.pop();
+                }
+                (head.with(wish.layer), Some(wish.session))
+            }
+        };
+        let at = HeadAt { version: Version(self.at.version.0 + 1), head };
+        Ok((Self { at: at.clone(), top, ..self.clone() }, at))
     }
 
     /// Puts the workspace on HOLD; nothing is granted or published until it is repaired.

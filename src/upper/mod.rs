@@ -19,6 +19,7 @@
 //!     layer.json                   `store::LayerInfo`: digests and sizes
 //!     tree/                        the layer unpacked: a read-only lower of overlay mounts
 //!     complete                     written last: `tree/` is whole and durable
+//!     damaged                      why it must not be mounted, if something was found
 //! layers/.tmp-*/                   being made or removed; `LayerStore::sweep` takes it away
 //! ```
 //!
@@ -30,6 +31,7 @@
 pub mod bundle;
 pub mod changes;
 mod empty;
+pub mod image;
 pub mod layer;
 pub mod remove;
 #[cfg(test)]

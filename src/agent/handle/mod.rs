@@ -1,6 +1,7 @@
 //! The only door to the agent: what the API may ask, one method a verb. Requests are checked here
 //! and become events or questions to the authority; nothing here decides about a session.
 
+mod content;
 mod drain;
 mod holds;
 mod preserved;

@@ -202,14 +202,29 @@ pub(super) fn create(
     by: &Caller,
     wish: CreateWorkspace,
 ) -> Result<Workspace, Failure> {
+    create_with(host, by, wish, vec![])
+}
+
+/// Refuses the name of a workspace that exists.
+pub(super) fn refuse_existing(host: &Host, id: &WorkspaceId) -> Result<(), Failure> {
+    if any(host, id).is_ok_and(|w| w.hold.is_none()) {
+        return Err(Failure::new(Code::WorkspaceExists, format!("workspace {id} exists")));
+    }
+    Ok(())
+}
+
+/// Captures the lowers on top of `layers`, then creates the record.
+pub(super) fn create_with(
+    host: &Host,
+    by: &Caller,
+    wish: CreateWorkspace,
+    mut layers: Vec<Digest>,
+) -> Result<Workspace, Failure> {
     let bad = |e: &dyn std::fmt::Display| Failure::new(Code::BadRequest, e.to_string());
     host.refuse_when_short()?;
     let id = workspace_id(&wish.id)?;
     let owner = wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?;
-    if any(host, &id).is_ok_and(|w| w.hold.is_none()) {
-        return Err(Failure::new(Code::WorkspaceExists, format!("workspace {id} exists")));
-    }
-    let mut layers: Vec<Digest> = Vec::new();
+    refuse_existing(host, &id)?;
     for lower in &wish.lowers {
         let path =
             lower.path().ok_or_else(|| bad(&format!("{:?} is not a well-formed path", lower.0)))?;

@@ -10,7 +10,7 @@ use super::Peer;
 use crate::agent::handle::Agent;
 use crate::model::view::{
     CreateWorkspace, DeleteWorkspace, FenceSession, Fenced, HistoryView, HoldWorkspace,
-    RepairWorkspace, WorkspaceView,
+    ImportWorkspace, RepairWorkspace, RevertWorkspace, WorkspaceReport, WorkspaceView,
 };
 
 /// Creates a workspace.
@@ -113,4 +113,39 @@ pub(super) async fn delete(
     Wish(wish): Wish<DeleteWorkspace>,
 ) -> Result<Json<WorkspaceView>, Refused> {
     Ok(Json(agent.delete_workspace(&peer.caller, &id, wish).await?))
+}
+
+/// Makes a workspace of an OCI image layout or a directory.
+#[utoipa::path(post, path = "/v1/import", request_body = ImportWorkspace,
+    responses((status = 201, description = "It was created.", body = WorkspaceView)))]
+pub(super) async fn import(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Wish(wish): Wish<ImportWorkspace>,
+) -> Result<(StatusCode, Json<WorkspaceView>), Refused> {
+    Ok((StatusCode::CREATED, Json(agent.import_workspace(&peer.caller, wish).await?)))
+}
+
+/// Publishes the layers of an earlier version once more, as a new version.
+#[utoipa::path(post, path = "/v1/workspaces/{id}/revert", request_body = RevertWorkspace,
+    params(("id" = String, Path, description = "Its name, percent-encoded.")),
+    responses((status = 200, description = "It was published.", body = WorkspaceView)))]
+pub(super) async fn revert(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Segment(id): Segment<String>,
+    Wish(wish): Wish<RevertWorkspace>,
+) -> Result<Json<WorkspaceView>, Refused> {
+    Ok(Json(agent.revert_workspace(&peer.caller, &id, wish).await?))
+}
+
+/// Reads each layer of a workspace's head; a damaged one is marked, and mounted no more.
+#[utoipa::path(post, path = "/v1/workspaces/{id}/verify",
+    params(("id" = String, Path, description = "Its name, percent-encoded.")),
+    responses((status = 200, description = "What was found.", body = WorkspaceReport)))]
+pub(super) async fn verify(
+    State(agent): State<Agent>,
+    Segment(id): Segment<String>,
+) -> Result<Json<WorkspaceReport>, Refused> {
+    Ok(Json(agent.verify_workspace(&id).await?))
 }

@@ -141,6 +141,7 @@ impl Bench {
                     expected,
                     key: key(k as u128),
                     layer: layer(k as u8),
+                    whole: None,
                 };
                 let may = self.may_publish(&wish, k);
                 match self.w.publish(&wish, &self.keys[k], &self.now) {

@@ -427,13 +427,14 @@ fn run_lost(place: &Place) {
         let args = ["run", "-w", "w", "--create", "--owner", name, "--", "sh", "-c", script];
         let mut run =
             cli(&host, &args).stderr(std::fs::File::create(&words).unwrap()).spawn().unwrap();
-        let mut view = Value::Null;
-        wait(paced(Duration::from_secs(20)), "a command that wrote", || {
+        let mine = || {
             let all = host.must(&["session", "list"]);
-            let mine = all.as_array().unwrap().iter().find(|s| s["owner"] == name);
-            view = mine.cloned().unwrap_or(Value::Null);
-            !view.is_null() && path_of(&view, "upper").join("f").exists()
+            all.as_array().unwrap().iter().find(|s| s["owner"] == name).cloned()
+        };
+        wait(paced(Duration::from_secs(20)), "a command that wrote", || {
+            mine().is_some_and(|view| path_of(&view, "upper").join("f").exists())
         });
+        let view = mine().unwrap();
         let answer = host.must(lose);
         assert_eq!(run.wait().unwrap().code(), Some(125), "{name}");
         let words = std::fs::read_to_string(&words).unwrap();

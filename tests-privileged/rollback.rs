@@ -319,6 +319,12 @@ fn edit(host: &Host, statement: &str, values: &[&dyn rusqlite::ToSql]) {
     assert_eq!(database.execute(statement, values).unwrap(), 1, "{statement}");
 }
 
+/// The record that was put back says nothing of a HOLD; the next acquisition puts it on one again.
+fn is_held_by_record(host: &Host) {
+    let said = refused(host, 4, &["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]);
+    assert!(said.contains("workspace_held"), "{said}");
+}
+
 fn at_acquisition(place: &Place) {
     let mut host = started(place, "h");
     publish(&host, "w", "one");
@@ -334,6 +340,12 @@ fn at_acquisition(place: &Place) {
     edit(&host, "UPDATE workspaces SET record = ?, mac = ? WHERE id = 'w'", &[&old, &mac]);
     assert!(host.start(None));
     is_held(&host, "w", "generation 1, but 2 was seen");
+    // A name whose record is gone is not given out anew.
+    edit(&host, "DELETE FROM workspaces WHERE id = 'w'", &[]);
+    let said = refused(&host, 4, &["workspace", "create", "w"]);
+    assert!(said.contains("generation 0, but 2 was seen"), "{said}");
+    edit(&host, "UPDATE workspaces SET record = ?, mac = ? WHERE id = 'w'", &[&old, &mac]);
+    is_held_by_record(&host);
     let w = repair(&host, "w", 7);
     assert_eq!((w["generation"].as_u64(), w["version"].as_u64()), (Some(7), Some(3)));
     assert_eq!(publish(&host, "w", "three"), 8);

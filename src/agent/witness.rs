@@ -105,7 +105,8 @@ impl Host {
         }
         let known = self.authority.list().map_err(text)?;
         let held = |id: &WorkspaceId| known.iter().any(|w| w.id == *id && w.hold.is_some());
-        for bad in self.authority.unreadable().map_err(text)? {
+        let unreadable = self.authority.unreadable().map_err(text)?;
+        for bad in &unreadable {
             tracing::error!("HOLD: {bad}");
             if let Ok(id) = bad.id.parse::<WorkspaceId>()
                 && !self.store.marks().held(&id)
@@ -113,7 +114,6 @@ impl Host {
                 self.put_on_hold(&id, &bad.to_string(), "agent");
             }
         }
-        let unreadable = self.authority.unreadable().map_err(text)?;
         for below in self.store.marks().check(&known) {
             let as_it_is = unreadable.iter().any(|bad| bad.id == below.workspace.as_str());
             if !held(&below.workspace) && !as_it_is {
@@ -203,6 +203,18 @@ impl Host {
         if let Err(fault) = self.store.mark_hold(&ask.workspace, true) {
             tracing::error!(OVERFENCE_WORKSPACE = %ask.workspace, "{}", text(fault));
         }
+    }
+
+    /// A name that the authority knows less of than this host saw is not given out anew.
+    pub fn refuse_forgotten(&self, id: &WorkspaceId) -> Result<(), Failure> {
+        let Ok(known) = self.authority.get(id) else { return Ok(()) };
+        let found = known.as_ref().map(Workspace::seen).unwrap_or_default();
+        let held = known.is_some_and(|w| w.hold.is_some());
+        let Some(why) = self.store.marks().highest(id).against(&found).filter(|_| !held) else {
+            return Ok(());
+        };
+        self.put_on_hold(id, &why, "agent");
+        Err(Failure::new(Code::WorkspaceHeld, format!("workspace {id} is on HOLD: {why}")))
     }
 
     /// Remembers a version that was published; it is made durable with the next mark or sweep.

@@ -225,6 +225,7 @@ pub(super) fn create_with(
     let id = workspace_id(&wish.id)?;
     let owner = wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?;
     refuse_existing(host, &id)?;
+    host.refuse_forgotten(&id)?;
     for lower in &wish.lowers {
         let path =
             lower.path().ok_or_else(|| bad(&format!("{:?} is not a well-formed path", lower.0)))?;

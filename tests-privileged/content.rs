@@ -126,6 +126,9 @@ fn image(dir: &Path, layers: &[Layer]) -> PathBuf {
     dir.to_owned()
 }
 
+/// What is done to a good layout.
+type Spoil<'a> = &'a dyn Fn(&Path);
+
 fn imported(place: &Place) {
     let host = started(place, "h");
     let first = tar(&[("etc/", ""), ("etc/a", "a"), ("gone", "x"), ("old/", ""), ("old/b", "b")]);
@@ -213,7 +216,7 @@ fn hostile(place: &Place) {
         assert!(!layers().iter().any(|name| name.starts_with('.')), "{n} {why}: {:?}", layers());
     }
     // The layout itself: a blob that is somebody else's file, one that was changed, two images.
-    let broken: [(&str, &dyn Fn(&Path)); 4] = [
+    let broken: [(&str, Spoil<'_>); 4] = [
         ("open file", &|dir| {
             let blob = dir.join("blobs/sha256").join(sha(&good));
             fs::remove_file(&blob).unwrap();

@@ -17,6 +17,7 @@ mod demo;
 mod full_disk;
 mod host;
 mod keeper;
+mod kept;
 mod kernel_facts;
 mod leases;
 mod main_job;
@@ -45,6 +46,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),

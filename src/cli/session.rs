@@ -366,6 +366,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("merged", Some(session.merged.0.clone())),
         ("upper", Some(session.upper.0.clone())),
         ("cgroup", Some(format!("{} ({} processes)", session.cgroup.0, session.processes))),
+        ("altered", session.altered.clone()),
         ("trouble", session.trouble.clone()),
     ]);
     for fact in &session.facts {

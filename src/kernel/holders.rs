@@ -89,7 +89,8 @@ fn no_process(how: &str, what: String) -> Holder {
     }
 }
 
-fn processes() -> Vec<u32> {
+/// All processes there are, in order.
+pub(super) fn processes() -> Vec<u32> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
     let mut pids: Vec<u32> =
         entries.flatten().filter_map(|e| e.file_name().to_str()?.parse().ok()).collect();
@@ -273,7 +274,7 @@ fn shown(link: &Path) -> String {
 }
 
 /// The path on the v2 hierarchy in /proc/PID/cgroup.
-fn parse_cgroup(text: &[u8]) -> Option<PathBuf> {
+pub(super) fn parse_cgroup(text: &[u8]) -> Option<PathBuf> {
     text.split(|b| *b == b'\n')
         .find_map(|line| line.strip_prefix(b"0::"))
         .map(|path| OsStr::from_bytes(path).into())

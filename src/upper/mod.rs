@@ -31,6 +31,7 @@ pub mod bundle;
 pub mod changes;
 mod empty;
 pub mod layer;
+pub mod print;
 pub mod remove;
 #[cfg(test)]
 mod round_trip;

@@ -65,6 +65,7 @@ fn session(state: State) -> Session {
         busy_since: None,
         seal: false,
         blockers: Vec::new(),
+        altered: None,
         unknown: BTreeMap::new(),
         disposition: None,
         witnessed: Duration::ZERO,

@@ -11,23 +11,35 @@ use serde_json::Value;
 use crate::agent_process::{Host, has, id_of, path_of};
 use crate::host::{Place, Test, paced, paced_ttl};
 
+mod holders;
+mod slow;
 mod upper;
 
 pub fn tests() -> Vec<Test> {
     let here = [
         Test { name: "who_is_moved_out_is_brought_back", run: moved_out },
         Test { name: "who_was_moved_out_before_the_fence_is_brought_back", run: moved_before },
-        Test { name: "who_cannot_be_brought_back_is_named_and_nothing_is_called_frozen", run: left_out },
+        Test {
+            name: "who_cannot_be_brought_back_is_named_and_nothing_is_called_frozen",
+            run: left_out,
+        },
         Test { name: "a_removed_cgroup_is_made_again_with_its_processes", run: removed },
         Test { name: "a_remount_is_undone", run: remounted },
     ];
-    here.into_iter().chain(upper::tests()).collect()
+    let rest = [upper::tests(), holders::tests(), slow::tests()];
+    here.into_iter().chain(rest.into_iter().flatten()).collect()
 }
 
 fn host(place: &Place, sweep: &str) -> Host {
+    host_with(place, sweep, "")
+}
+
+/// With more keys of `[fence]`.
+fn host_with(place: &Place, sweep: &str, more: &str) -> Host {
     let mut host = Host::new(place, "h");
     let text = std::fs::read_to_string(&host.config).unwrap();
-    let keys = format!("[preserve]\nsweep = \"{sweep}\"\n[fence]\nfreeze_deadline = \"200ms\"\n");
+    let keys =
+        format!("[preserve]\nsweep = \"{sweep}\"\n[fence]\nfreeze_deadline = \"200ms\"\n{more}");
     std::fs::write(&host.config, format!("{text}{keys}")).unwrap();
     assert!(host.start(None), "{}", host.log());
     host
@@ -131,8 +143,10 @@ fn moved_out(place: &Place) {
                 host.dir.join("run/sessions").join(&id).join("members").exists()
             });
         }
-        let inside: Vec<u32> =
-            procs_in(&cgroup).into_iter().filter(|pid| !(keep_one && *pid == beside.id())).collect();
+        let inside: Vec<u32> = procs_in(&cgroup)
+            .into_iter()
+            .filter(|pid| !(keep_one && *pid == beside.id()))
+            .collect();
         assert!(inside.contains(&child.id()), "{inside:?}");
         for pid in inside {
             move_to(&other, pid);
@@ -217,8 +231,10 @@ fn left_out(place: &Place) {
     for pid in procs_in(&cgroup) {
         move_to(&other, pid);
     }
-    // A cgroup of threads takes no process from elsewhere.
-    std::fs::write(cgroup.join("cgroup.type"), "threaded").unwrap();
+    // Beside a cgroup of threads one of processes takes nobody.
+    let beside = cgroup.with_file_name("threads");
+    std::fs::create_dir(&beside).unwrap();
+    std::fs::write(beside.join("cgroup.type"), "threaded").unwrap();
     assert!(host.start(None), "{}", host.log());
     let view = host.until(&id, |v| !v["blockers"].as_array().unwrap().is_empty());
     assert!(!has(&view, "frozen"), "{view:#}");

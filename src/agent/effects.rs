@@ -399,9 +399,7 @@ impl Host {
         match answer {
             Unmount::Done | Unmount::NotMounted => {}
             Unmount::Busy if !tried.last => return Ok(vec![]),
-            Unmount::Busy => {
-                return Err("umount: EBUSY, somebody in this namespace uses it".to_owned());
-            }
+            Unmount::Busy => return Err(self.who_uses_it(slot)),
         }
         if !slot.dirs.upper.exists() {
             let s = slot.session();
@@ -424,21 +422,6 @@ impl Host {
                 Ok(vec![Event::Gone { proof }])
             }
             None => Err(self.who_keeps_it(slot)),
-        }
-    }
-
-    /// Who keeps a superblock alive that was unmounted here.
-    fn who_keeps_it(&self, slot: &Slot) -> String {
-        let place = self.paths.cgroup(&slot.session());
-        let s_dev = slot.lock().s_dev;
-        let found = s_dev.map(|s_dev| holders::all(s_dev, &slot.dirs.upper, &place));
-        let names: Vec<_> = match found {
-            Some(Ok(found)) => found.iter().take(3).map(ToString::to_string).collect(),
-            Some(Err(_)) | None => vec![],
-        };
-        match names.is_empty() {
-            true => "the superblock lives, and nobody who holds it can be named".to_owned(),
-            false => format!("the superblock lives: {}", names.join("; ")),
         }
     }
 

@@ -380,4 +380,3 @@ pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) {
     }
     slot.lock().kept.print = Some(taken);
 }
-

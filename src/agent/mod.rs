@@ -41,6 +41,7 @@ mod slot;
 mod start;
 mod sweep;
 mod tell;
+mod users;
 mod view;
 mod watch;
 

@@ -87,9 +87,9 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
 /// in again, before an empty one is asked whether it is frozen.
 fn made_again(host: &Arc<Host>, slot: &Arc<Slot>) {
     slot.lock().cgroup = None;
-    let done = host.cgroup(slot).and_then(|cgroup| {
-        cgroup.write_freeze(true).map_err(super::effects::text)
-    });
+    let done = host
+        .cgroup(slot)
+        .and_then(|cgroup| cgroup.write_freeze(true).map_err(super::effects::text));
     match done {
         Ok(()) => {
             keep::gather(host, slot);

@@ -36,7 +36,10 @@ impl CgroupEvents {
     pub fn new() -> Result<Self> {
         let inotify = Inotify::init().at("make", "an inotify instance")?;
         let fd = inotify.as_fd().try_clone_to_owned().at("copy", "an inotify descriptor")?;
-        Ok(Self { state: Mutex::new(State { inotify, watched: HashMap::new(), parents: HashSet::new() }), fd })
+        Ok(Self {
+            state: Mutex::new(State { inotify, watched: HashMap::new(), parents: HashSet::new() }),
+            fd,
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -58,11 +61,8 @@ impl CgroupEvents {
     /// session. Done again it is the same, or watches a directory that was made anew.
     pub fn add_parent(&self, directory: &Path) -> Result<()> {
         let mut state = self.state();
-        let watch = state
-            .inotify
-            .watches()
-            .add(directory, WatchMask::DELETE)
-            .at("watch", directory)?;
+        let watch =
+            state.inotify.watches().add(directory, WatchMask::DELETE).at("watch", directory)?;
         state.parents.insert(watch);
         Ok(())
     }

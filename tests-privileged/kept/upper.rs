@@ -139,7 +139,10 @@ fn second(place: &Place) {
     let view = host.until(&id, named);
     assert!(!has(&view, "read-only") && has(&view, "frozen"), "{view:#}");
     let what = view["holders"][0]["what"].as_str().unwrap();
-    assert!(what.contains(at.to_str().unwrap()) && what.contains(upper.to_str().unwrap()), "{what}");
+    assert!(
+        what.contains(at.to_str().unwrap()) && what.contains(upper.to_str().unwrap()),
+        "{what}"
+    );
     let (_, event) = told(&host, &id, "read_only_lost");
     assert!(event["seen"].as_str().unwrap().contains(at.to_str().unwrap()), "{event:#}");
     // The fence says so, and does not call it done.
@@ -194,10 +197,9 @@ fn elsewhere(place: &Place) {
         }
         let _ = std::fs::remove_dir(dir.join("made"));
         // The work directory has to lie on the upper's mount.
-        let script = script.replace("$2/work", "$2/alias/second-work").replace(
-            "mount -t overlay",
-            "mkdir -p \"$2\"/alias/second-work && mount -t overlay",
-        );
+        let script = script
+            .replace("$2/work", "$2/alias/second-work")
+            .replace("mount -t overlay", "mkdir -p \"$2\"/alias/second-work && mount -t overlay");
         let mut holder = Command::new("unshare")
             .args(["-m", "sh", "-c", &script, "sh"])
             .args([upper.parent().unwrap(), &dir])

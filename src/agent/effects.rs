@@ -132,6 +132,7 @@ impl Host {
     /// A freeze that `apply` could not prove at once.
     fn freeze(self: &Arc<Self>, slot: &Arc<Slot>, s: &Session) -> Answered {
         let cgroup = self.cgroup(slot)?;
+        let begun = clock::now();
         let blockers = keep::left_outside(self, slot);
         let answer = cgroup.freeze(s.policy.freeze_deadline).map_err(|fault| {
             // Somebody removed it: the next try makes it again.
@@ -139,6 +140,8 @@ impl Host {
             text(fault)
         })?;
         if !slot.lock().kept.together() {
+            // Who is outside holds it up; the next try follows at once.
+            clock::sleep_until(begun.plus(s.policy.freeze_deadline));
             return Ok(vec![Event::FreezeLate { blockers }]);
         }
         Ok(vec![match answer {

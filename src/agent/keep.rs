@@ -36,6 +36,8 @@ pub const REST: u32 = 50;
 pub struct Kept {
     /// Who was in its cgroup when that was proved frozen.
     members: Option<Vec<Member>>,
+    /// It was proved frozen again since, perhaps with others in it.
+    frozen_again: bool,
     /// Who of them is outside, and could not be brought back.
     outside: Vec<Member>,
     /// Second overlays on its upper.
@@ -50,6 +52,11 @@ impl Kept {
     /// Whether nobody of the session is known to be outside of its cgroup.
     pub fn together(&self) -> bool {
         self.outside.is_empty()
+    }
+
+    /// Its cgroup was proved frozen.
+    pub fn frozen(&mut self) {
+        self.frozen_again = true;
     }
 
     /// It runs again: its processes come and go, and its upper changes. Who else is mounted on that
@@ -97,32 +104,36 @@ fn replace(path: &Path, value: &impl Serialize) -> Result<(), String> {
     done.map_err(|e| format!("cannot write {}: {e}", path.display()))
 }
 
-/// Remembers who is in a cgroup that was proved frozen, once, for a restarted agent too.
+/// Remembers who is in a cgroup that was proved frozen, each time it was, for a restarted agent too.
 pub fn remember(host: &Host, slot: &Slot) {
     let (cgroup, generation) = {
-        let inner = slot.lock();
+        let mut inner = slot.lock();
         let s = &inner.session;
-        let wanted = has_members(s) && s.facts.has(Fact::Frozen) && inner.kept.members.is_none();
+        let news = inner.kept.members.is_none() || inner.kept.frozen_again;
+        let wanted = has_members(s) && s.facts.has(Fact::Frozen) && news;
+        let generation = s.generation;
         let Some(cgroup) = inner.cgroup.clone().filter(|_| wanted) else { return };
-        (cgroup, s.generation)
+        inner.kept.frozen_again = false;
+        (cgroup, generation)
     };
     let path = host.paths.members_of(slot.id);
     let earlier = read::<Roster>(&path).filter(|roster| roster.generation == generation);
-    let members = match earlier {
-        Some(roster) => roster.members,
-        None => match members::of(&cgroup) {
-            Ok(members) => {
-                if let Err(why) = replace(&path, &Roster { generation, members: members.clone() }) {
-                    tracing::warn!(OVERFENCE_SESSION = %slot.id, "{why}");
-                }
-                members
-            }
-            Err(fault) => {
-                tracing::warn!(OVERFENCE_SESSION = %slot.id, "who is in its cgroup: {}", text(fault));
-                return;
-            }
-        },
+    let earlier = earlier.map(|roster| roster.members).unwrap_or_default();
+    let mut members = match members::of(&cgroup) {
+        Ok(members) => members,
+        Err(fault) => {
+            tracing::warn!(OVERFENCE_SESSION = %slot.id, "who is in its cgroup: {}", text(fault));
+            vec![]
+        }
     };
+    members.extend(&earlier);
+    members.sort_unstable();
+    members.dedup();
+    if members != earlier
+        && let Err(why) = replace(&path, &Roster { generation, members: members.clone() })
+    {
+        tracing::warn!(OVERFENCE_SESSION = %slot.id, "{why}");
+    }
     let mut inner = slot.lock();
     if inner.session.generation == generation {
         inner.kept.members = Some(members);

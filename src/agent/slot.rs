@@ -357,6 +357,7 @@ impl Host {
             Event::Frozen { proof } if inner.session.holds_lease() => {
                 inner.frozen_at = Some(proof.at)
             }
+            Event::Frozen { .. } => inner.kept.frozen(),
             Event::Thawed { proof } => {
                 if let Some(since) = inner.frozen_at.take() {
                     inner.frozen_for = proof.at.since(since);

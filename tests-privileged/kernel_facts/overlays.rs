@@ -231,7 +231,9 @@ fn no_file_of_an_overlay_can_be_swap(place: &Place) {
     let session = Session::new(place);
     let _mounted = session.mount();
     // As mkswap(8) makes it.
-    let (page, pages) = (rustix::param::page_size(), 256_u32);
+    // SAFETY: asks for a number.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    let (page, pages) = (usize::try_from(page).unwrap(), 256_u32);
     let mut bytes = vec![0; page * pages as usize];
     bytes[1024..1028].copy_from_slice(&1_u32.to_ne_bytes());
     bytes[1028..1032].copy_from_slice(&(pages - 1).to_ne_bytes());

@@ -19,6 +19,7 @@
 //! told where to place a command.
 
 mod agenda;
+mod census;
 mod deadlines;
 mod effects;
 mod external;

@@ -64,14 +64,21 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
         keep::gather(host, slot);
         return;
     };
+    let since = s.facts.0.get(&Fact::Frozen).map(|proof| proof.at);
     drop(inner);
     // A frozen process that is traced flips `frozen` for a moment; the wish is what a foreign
     // hand changes, and what has to be written again.
     let seen = match cgroup.state() {
-        Ok(state) if state.is_frozen() => {
-            keep::gather(host, slot);
-            return;
-        }
+        Ok(state) if state.is_frozen() => match cgroup.last_thaw() {
+            // The keeper was there first.
+            Ok(Some(thaw)) if since.is_some_and(|since| thaw > since) => {
+                format!("freeze 0 at {} ns since boot; the keeper froze it again", thaw.0)
+            }
+            _ => {
+                keep::gather(host, slot);
+                return;
+            }
+        },
         Ok(state) => state.to_string(),
         Err(fault) => {
             if fenced {

@@ -96,7 +96,8 @@ fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Option<T> {
 }
 
 fn replace(path: &Path, value: &impl Serialize) -> Result<(), String> {
-    let new = path.with_extension("new");
+    // The watch and the session's worker may be at it at the same time.
+    let new = path.with_extension(format!("new-{}", clock::now().0));
     let bytes = serde_json::to_vec(value).map_err(text)?;
     failpoint::hit("keep.write.before");
     let done = std::fs::write(&new, bytes).and_then(|()| std::fs::rename(&new, path));

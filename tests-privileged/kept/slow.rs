@@ -67,6 +67,8 @@ fn waited(place: &Place) {
     assert_eq!(size(session), whole());
     assert_eq!(view["blockers"], serde_json::json!([]));
     assert!(told(&host, &id, "freeze_late").0 >= 1);
+    // Read-only syncs what the call wrote.
+    host.until(&id, |v| v["state"] != "FENCING");
     for id in [id, id_of(&other)] {
         host.must(&["preserved", "discard", &id, "--yes"]);
     }

@@ -162,6 +162,7 @@ fn served(place: &Place) {
         ("/v1/workspaces/{id}/history", "w", "?limit=10"),
         ("/v1/sessions", "", ""),
         ("/v1/sessions/{id}", &id, ""),
+        ("/v1/sessions/{id}/diff", &id, ""),
         ("/v1/leases", "", ""),
     ] {
         api.good("get", path, of, query, none.clone());
@@ -177,7 +178,7 @@ fn served(place: &Place) {
     api.host.until(&id, |view| view["state"] == "PRESERVED");
     api.good("get", "/v1/preserved", "", "", none.clone());
     api.good("post", "/v1/sessions/{id}/keep", &id, "", json!({ "for_ms": 1000 }));
-    api.good("post", "/v1/sessions/{id}/export", &id, "", none.clone());
+    let made = api.good("post", "/v1/sessions/{id}/export", &id, "", none.clone());
     api.good("post", "/v1/gc", "", "?dry_run=true", none.clone());
     let who = json!({ "authorised_by": "ann", "reason": "test" });
     api.good("post", "/v1/sessions/{id}/readmit", &id, "", who);
@@ -185,6 +186,11 @@ fn served(place: &Place) {
     api.good("post", "/v1/leases/{id}/revoke", lease.as_str().unwrap(), "", wish);
     api.host.until(&id, |view| view["state"] == "PRESERVED");
     api.good("post", "/v1/sessions/{id}/discard", &id, "", none.clone());
+    let apply = json!({
+        "bundle": made["path"], "authorised_by": "ann", "reason": "test", "open": { "workspace": "w" },
+    });
+    let back = id_of(&api.good("post", "/v1/bundles/apply", "", "", apply));
+    api.good("post", "/v1/sessions/{id}/close", &back, "", json!({ "mode": "discard" }));
     let other = id_of(&api.good("post", "/v1/sessions", "", "", json!({ "workspace": "w" })));
     api.good("post", "/v1/sessions/{id}/close", &other, "", json!({ "mode": "discard" }));
     for path in [

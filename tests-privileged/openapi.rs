@@ -48,6 +48,20 @@ fn against(document: &Value, schema: &Value, value: &Value, at: &str) -> Result<
             false => Err(format!("{at}: {value} is none of {tried:?}")),
         };
     }
+    // Parts of one object: their fields together are all that it has.
+    if let Some(parts) = schema["allOf"].as_array() {
+        let mut whole = json!({ "type": "object", "required": [], "properties": {} });
+        for part in parts {
+            let name = part["$ref"].as_str().map(|name| name.strip_prefix('#').unwrap());
+            let part = name.map_or(Some(part), |name| document.pointer(name));
+            let part = part.ok_or_else(|| format!("{at}: a part of no schema"))?;
+            let required = part["required"].as_array().into_iter().flatten().cloned();
+            whole["required"].as_array_mut().unwrap().extend(required);
+            let fields = part["properties"].as_object().cloned().unwrap_or_default();
+            whole["properties"].as_object_mut().unwrap().extend(fields);
+        }
+        return against(document, &whole, value, at);
+    }
     let kind = match value {
         Value::Null => "null",
         Value::Bool(_) => "boolean",

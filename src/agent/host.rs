@@ -87,6 +87,8 @@ pub struct Host {
     table: Mutex<Table>,
     /// One turn for operations that sync the whole file system of the uppers; see `effects`.
     pub(super) sync: Arc<Semaphore>,
+    /// Turns for reading whole uppers for somebody who only looks.
+    pub(super) diffs: Arc<Semaphore>,
     /// Held while a slice is looked at and taken.
     slices: Mutex<()>,
     stopping: AtomicBool,
@@ -156,6 +158,7 @@ impl Host {
             census: Mutex::default(),
             table: Mutex::new(table),
             sync: Arc::new(Semaphore::new(1)),
+            diffs: Arc::new(Semaphore::new(2)),
             slices: Mutex::new(()),
             stopping: AtomicBool::new(false),
             draining: AtomicBool::new(false),

@@ -31,6 +31,7 @@ pub mod deadlines;
 pub mod doctor;
 pub mod events;
 pub mod gone;
+pub mod handle;
 pub mod holders;
 pub mod idmap;
 pub mod launch;

@@ -20,6 +20,7 @@ mod full_disk;
 mod host;
 mod keeper;
 mod keeping;
+mod kept;
 mod kernel_facts;
 mod leases;
 mod main_job;
@@ -50,6 +51,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),

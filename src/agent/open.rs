@@ -308,6 +308,7 @@ impl Host {
             busy_since: None,
             seal: false,
             blockers: vec![],
+            altered: None,
             unknown: BTreeMap::new(),
             disposition: None,
             witnessed: Duration::ZERO,

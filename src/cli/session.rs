@@ -447,6 +447,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("merged", Some(session.merged.0.clone())),
         ("upper", Some(session.upper.0.clone())),
         ("cgroup", Some(format!("{} ({} processes)", session.cgroup.0, session.processes))),
+        ("altered", session.altered.clone()),
         ("trouble", session.trouble.clone()),
         ("began with", session.seeded.as_ref().map(seeded)),
     ]);

@@ -320,6 +320,7 @@ impl World {
             busy_since: None,
             seal: false,
             blockers: Vec::new(),
+            altered: None,
             unknown: BTreeMap::new(),
             disposition: None,
             witnessed: Duration::ZERO,

@@ -9,15 +9,19 @@
 
 mod agent_process;
 mod breakers;
+mod bring_back;
 mod confinement;
 mod container;
 mod content;
 mod contract;
 mod daemon;
+mod delta;
 mod demo;
 mod full_disk;
 mod host;
 mod keeper;
+mod keeping;
+mod kept;
 mod kernel_facts;
 mod leases;
 mod main_job;
@@ -25,10 +29,12 @@ mod needs;
 mod openapi;
 mod package;
 mod races;
+mod rebase;
 mod restart;
 mod rig;
 mod rollback;
 mod room;
+mod round_trip;
 mod runbook;
 mod seal;
 mod signals;
@@ -47,6 +53,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),
@@ -56,6 +63,11 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("content", content::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
+        ("delta", delta::tests()),
+        ("keeping", keeping::tests()),
+        ("round_trip", round_trip::tests()),
+        ("bring_back", bring_back::tests()),
+        ("rebase", rebase::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
         ("full_disk", full_disk::tests()),

@@ -30,9 +30,13 @@
 
 pub mod bundle;
 pub mod changes;
+pub mod diff;
 mod empty;
 pub mod image;
 pub mod layer;
+pub mod lowers;
+pub mod print;
+pub mod rebase;
 pub mod remove;
 #[cfg(test)]
 mod round_trip;

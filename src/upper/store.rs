@@ -15,7 +15,7 @@
 
 use std::fs::File;
 use std::io::{BufReader, Read, Write as _};
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -207,6 +207,19 @@ impl LayerStore {
             }
             Ok(info)
         })
+    }
+
+    /// Unpacks a layer into an empty directory, which becomes an upper.
+    pub fn unpack_into(
+        &self,
+        diff_id: Digest,
+        upper: BorrowedFd<'_>,
+        stop: Stop<'_>,
+    ) -> Result<()> {
+        let (info, path) = (self.info(diff_id)?, self.blob_path(diff_id));
+        let blob = Stoppable { inner: File::open(&path).at("open", &path)?, stop };
+        read_blob(blob, &info, |tar| unpack(tar, upper))
+            .map_err(|error| if stop() { Error::Stopped } else { error })
     }
 
     /// Makes the tree of a layer if it is not complete, and returns its path. The content is

@@ -2,12 +2,15 @@
 //! and become events or questions to the authority; nothing here decides about a session.
 
 mod content;
+mod delta;
 mod drain;
 mod holds;
 mod preserved;
+mod seed;
 mod sessions;
 mod workspaces;
 
+pub use delta::Told;
 pub(super) use sessions::denied;
 
 use std::sync::Arc;

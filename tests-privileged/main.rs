@@ -19,6 +19,7 @@ mod host;
 mod keeper;
 mod kernel_facts;
 mod leases;
+mod ledger;
 mod main_job;
 mod needs;
 mod openapi;
@@ -45,6 +46,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("ledger", ledger::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),

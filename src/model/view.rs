@@ -3,6 +3,7 @@
 
 mod bounds;
 mod host;
+mod ledger;
 mod session;
 
 use std::collections::BTreeMap;
@@ -16,6 +17,10 @@ use super::lease::HolderKind;
 pub use host::{
     DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport, KeepSession,
     PreservedView, SpaceView, StatusView,
+};
+pub use ledger::{
+    AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,
+    SettleRequest,
 };
 pub use session::{
     Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced, OpenSession,
@@ -40,6 +45,9 @@ pub struct Problem {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub current: Option<super::workspace::Current>,
+    /// The external request that stands in the way, or that was recorded all the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request: Option<RequestView>,
 }
 
 /// `workspace create`.

@@ -2,10 +2,12 @@
 //! and become events or questions to the authority; nothing here decides about a session.
 
 mod drain;
+mod ledger;
 mod preserved;
 mod sessions;
 mod workspaces;
 
+pub use ledger::Listed;
 pub(super) use sessions::denied;
 
 use std::sync::Arc;

@@ -213,11 +213,12 @@ fn enter(rows: &mut dyn Rows, wish: &Publish, owner: &Owner, stage: KeyState) ->
     let now = rows.wall().to_string();
     let Some(workspace) = rows.load(&wish.workspace)? else { return Ok(Err(unknown())) };
     let row = rows.publication(&wish.workspace, wish.key)?;
-    if row.as_ref().is_some_and(|row| !row.is_about(wish)) {
+    if row.as_ref().is_some_and(|row| !row.may_become(wish)) {
         return Ok(Err(workspace.refuse(Code::KeyUsed)));
     }
     let mut row = row.unwrap_or_else(|| fresh(wish, owner, &workspace.owner, &now));
     if row.advance(stage, &now) {
+        row.asked = Some(wish.clone());
         rows.put_publication(&row)?;
     }
     Ok(Ok(()))

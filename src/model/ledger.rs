@@ -140,6 +140,16 @@ impl Publication {
         }
     }
 
+    /// Whether it can be entered as `wish`. While it is only prepared nothing was asked yet, and
+    /// what its session expects may still change: an earlier publication of it was resolved.
+    pub fn may_become(&self, wish: &Publish) -> bool {
+        let same = |asked: &Publish| {
+            (asked.session, asked.lease, asked.layer) == (wish.session, wish.lease, wish.layer)
+        };
+        let prepared = self.state == KeyState::Prepared;
+        self.is_about(wish) || prepared && self.asked.as_ref().is_some_and(same)
+    }
+
     /// Brings it forward; an earlier stage, or any after the last, changes nothing.
     pub fn advance(&mut self, state: KeyState, now: &str) -> bool {
         let forward = state.stage() > self.state.stage();

@@ -80,9 +80,15 @@ pub(super) fn entered(f: &dyn Fixture) {
     create(f);
     let a = acquire(f, 1);
     let p = publication(&a, 1, 2);
+    // What it expects may change until it is sent, and not what it is.
+    let early = Publish { expected: at(0, &[]), ..p.clone() };
+    enter(f, &early, KeyState::Prepared).unwrap();
+    let foreign = Publish { session: SessionId::from_u128(9), ..p.clone() };
+    assert_eq!(enter(f, &foreign, KeyState::Sent).unwrap_err().code, Code::KeyUsed);
     for stage in [KeyState::Prepared, KeyState::Sent, KeyState::Prepared] {
         enter(f, &p, stage).unwrap();
     }
+    assert_eq!(enter(f, &early, KeyState::Sent).unwrap_err().code, Code::KeyUsed);
     let sent = row(f, p.key);
     assert_eq!((&sent.state, sent.asked.as_ref()), (&KeyState::Sent, Some(&p)));
     // Who answers for the workspace sees to it.

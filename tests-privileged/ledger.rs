@@ -180,7 +180,7 @@ fn killed_while_sent(place: &Place) {
     for (point, committed) in
         [("authority.publish.before", 0_u64), ("authority.publish.after", 1_u64)]
     {
-        let mut host = Host::new(place, point);
+        let mut host = Host::new(place, point.rsplit('.').next().unwrap());
         assert!(host.start(Some(&format!("die={point}"))));
         let opened = host.open("w", &paced_ttl(60));
         let id = id_of(&opened);
@@ -511,7 +511,8 @@ fn killed_at_every_step(place: &Place) {
 }
 
 fn killed_at(place: &Place, point: &str, verb: &str, happened: bool) {
-    let mut host = Host::new(place, point);
+    // A socket's path is short.
+    let mut host = Host::new(place, &format!("{verb}{}", u8::from(happened)));
     if verb == "start" {
         let ready = host.start(Some(&format!("die={point}")));
         wait(&host, "it dies in its first sweep", || !ready || host.ask(&["status"]).0 == 6);

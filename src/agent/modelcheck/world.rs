@@ -331,12 +331,14 @@ impl World {
             busy_since: None,
             seal: false,
             blockers: Vec::new(),
+            altered: None,
             unknown: BTreeMap::new(),
             disposition: None,
             witnessed: Duration::ZERO,
             keep_until: None,
             tries: 0,
             trouble: None,
+            seeded: None,
         });
         let deadline = self.now + self.ttl - MARGIN;
         let h = &mut self.hosts[host];

@@ -23,6 +23,7 @@ mod keeping;
 mod kept;
 mod kernel_facts;
 mod leases;
+mod ledger;
 mod main_job;
 mod needs;
 mod openapi;
@@ -51,6 +52,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("ledger", ledger::tests()),
         ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),

@@ -21,8 +21,10 @@ mod host;
 mod hostile;
 mod keeper;
 mod keeping;
+mod kept;
 mod kernel_facts;
 mod leases;
+mod ledger;
 mod main_job;
 mod needs;
 mod openapi;
@@ -51,6 +53,8 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("ledger", ledger::tests()),
+        ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),

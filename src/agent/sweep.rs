@@ -8,10 +8,15 @@ use std::time::Duration;
 
 use super::effects::text;
 use super::host::Host;
+use super::keep;
 use super::pulse::Part;
 use super::slot::Slot;
+use crate::authority::PRUNED;
+use crate::failpoint;
+use crate::kernel::rivals::Scope;
 use crate::kernel::{clock, overlay};
 use crate::model::facts::Fact;
+use crate::model::ledger::Which;
 use crate::model::session::{Session, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
@@ -27,6 +32,7 @@ pub async fn run(host: Arc<Host>) {
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut pass = tokio::spawn(self::pass(Arc::clone(&host), Some(Duration::ZERO), started));
+    let mut looks = spawn_looks(&host, Looks { members: started, uppers: started });
     let mut ticks: u32 = 0;
     while !host.stopping() {
         tick.tick().await;
@@ -37,6 +43,10 @@ pub async fn run(host: Arc<Host>) {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {
                 host.apply(&slot, Event::Tick { now }, "agent");
             }
+        }
+        if looks.is_finished() {
+            let next = (&mut looks).await.unwrap_or(Looks { members: now, uppers: now });
+            looks = spawn_looks(&host, next);
         }
         // What may wait for a disk is not waited for: retries go on meanwhile.
         if !pass.is_finished() {
@@ -52,6 +62,30 @@ pub async fn run(host: Arc<Host>) {
         let witnessed = due.then(|| since.min(host.config.preserve.sweep * 2));
         pass = tokio::spawn(self::pass(Arc::clone(&host), witnessed, started));
     }
+}
+
+/// When the next looks at all stopped sessions are due.
+#[derive(Clone, Copy)]
+struct Looks {
+    members: BootNs,
+    uppers: BootNs,
+}
+
+fn spawn_looks(host: &Arc<Host>, due: Looks) -> tokio::task::JoinHandle<Looks> {
+    let host = Arc::clone(host);
+    tokio::task::spawn_blocking(move || {
+        let begun = clock::now();
+        let mut next = due;
+        if begun >= due.members {
+            for slot in host.unsettled() {
+                keep::gather(&host, &slot);
+            }
+            let now = clock::now();
+            next.members = now.plus(TICK.max(now.since(begun) * keep::REST));
+        }
+        next.uppers = keep::uppers(&host, due.uppers);
+        next
+    })
 }
 
 async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
@@ -74,13 +108,47 @@ async fn sweep(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result
         .map_err(|e| e.to_string())?
 }
 
+/// How long the ledger keeps what became of a publication.
+const KEPT: Duration = Duration::from_secs(90 * 86_400);
+/// How often it is looked for what is older.
+const PRUNE: Duration = Duration::from_secs(3600);
+
+/// Counts what has no known outcome; now and then forgets what is old.
+fn ledger(host: &Host) -> Result<(), String> {
+    let open = Which { workspace: None, open: true, limit: usize::MAX };
+    let publications = host.authority.publications(&open).map_err(text)?.len();
+    let requests = host.authority.requests(&open).map_err(text)?.len();
+    host.metrics.unresolved(publications, requests);
+    let now = clock::now();
+    if host.shown().pruned.is_some_and(|last| now.since(last) < PRUNE) {
+        return Ok(());
+    }
+    let before = jiff::Timestamp::now().as_duration().unsigned_abs().saturating_sub(KEPT);
+    let before_ms = u64::try_from(before.as_millis()).unwrap_or(0);
+    failpoint::hit("authority.prune.before");
+    let pruned = host.authority.prune(before_ms).map_err(text)?;
+    failpoint::hit("authority.prune.after");
+    if pruned > 0 {
+        tracing::info!("forgot {pruned} publication(s) that were answered over 90 days ago");
+    }
+    // More of the same is left where a call removed all it may.
+    host.shown().pruned = (pruned < PRUNED).then_some(now);
+    Ok(())
+}
+
 fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(), String> {
     host.store.anchor().map_err(text)?;
+    // What the authority does not answer now keeps no session from being looked at.
+    if let Err(why) = ledger(host) {
+        tracing::warn!("the ledger was not looked at: {why}");
+    }
     let may_delete = clock::now().since(started) >= host.config.preserve.min_notice;
     let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);
     let mut states: BTreeMap<State, u64> = BTreeMap::new();
     let mut missing: BTreeMap<Fact, u64> = BTreeMap::new();
     let (mut fenced, mut held, mut bytes) = (0, 0, 0);
+    keep::gather_by_namespace(host);
+    keep::rivals(host, Scope::Everywhere);
     for slot in host.slots() {
         super::watch::look(host, &slot);
         check_read_only(host, &slot);

@@ -1,5 +1,6 @@
 //! Tests of the rules: a table of the steps that matter, and properties over random sequences.
 
+mod foreign;
 mod properties;
 mod seal;
 mod table;
@@ -65,6 +66,7 @@ fn session(state: State) -> Session {
         busy_since: None,
         seal: false,
         blockers: Vec::new(),
+        altered: None,
         unknown: BTreeMap::new(),
         disposition: None,
         witnessed: Duration::ZERO,

@@ -18,6 +18,7 @@ mod delta;
 mod demo;
 mod full_disk;
 mod host;
+mod hostile;
 mod keeper;
 mod keeping;
 mod kept;
@@ -62,6 +63,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("delta", delta::tests()),
+        ("hostile", hostile::tests()),
         ("keeping", keeping::tests()),
         ("round_trip", round_trip::tests()),
         ("bring_back", bring_back::tests()),

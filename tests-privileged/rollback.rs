@@ -625,7 +625,7 @@ fn as_written(place: &Place) {
     put_back(&host, &DATABASE);
     assert!(host.start(None));
     host.must(&["workspace", "create", "other"]);
-    let blocks = crate::runbook::blocks_of("## HOLD\n");
+    let blocks = crate::runbook::blocks("## HOLD\n");
     let headings: Vec<_> = blocks.iter().map(|block| &*block.heading).collect();
     assert_eq!(headings, ["Put a workspace on HOLD", "Look at it", "Repair it"]);
     let shell = |workspace: &str, script: &str| {

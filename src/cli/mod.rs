@@ -20,8 +20,10 @@ mod hold;
 mod lease;
 mod parse;
 mod preserved;
+mod publication;
 #[cfg(test)]
 mod reference;
+mod request;
 mod run;
 mod session;
 mod status;
@@ -126,6 +128,12 @@ pub enum Verb {
     /// Patch bundles: exported deltas. All but `apply` needs neither agent nor root.
     #[command(subcommand)]
     Bundle(bundle::Verb),
+    /// Publications: what was offered to the authority, and what it answered.
+    #[command(subcommand)]
+    Publication(publication::Verb),
+    /// External requests: what a writer asks of others, once, and what became of it.
+    #[command(subcommand)]
+    Request(request::Verb),
     /// Remove what is safe to delete.
     Gc(gc::Gc),
     /// The chained record of what was decided and what the kernel answered.
@@ -234,6 +242,8 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
         Verb::Ticket(verb) => ticket::main(context, verb),
         Verb::Preserved(verb) => preserved::main(context, verb),
         Verb::Bundle(verb) => bundle::main(context, verb),
+        Verb::Publication(verb) => publication::main(context, verb),
+        Verb::Request(verb) => request::main(context, verb),
         Verb::Gc(wish) => gc::main(context, wish),
         Verb::Drain(wish) => drain::main(context, &wish),
         Verb::Status => status::main(context),

@@ -4,6 +4,7 @@
 mod bounds;
 mod diff;
 mod host;
+mod ledger;
 mod session;
 mod workspace;
 
@@ -20,14 +21,17 @@ pub use host::{
     DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport, KeepSession,
     PreservedView, SpaceView, StatusView,
 };
-pub use workspace::{
-    DeleteWorkspace, HoldWorkspace, ImportWorkspace, LayerReport, RepairWorkspace, RevertWorkspace,
-    WorkspaceReport,
+pub use ledger::{
+    AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,
+    SettleRequest,
 };
-
 pub use session::{
     ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
     OpenSession, Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
+};
+pub use workspace::{
+    DeleteWorkspace, HoldWorkspace, ImportWorkspace, LayerReport, RepairWorkspace, RevertWorkspace,
+    WorkspaceReport,
 };
 
 /// A problem, as `application/problem+json` (RFC 9457) with a stable code.
@@ -48,6 +52,9 @@ pub struct Problem {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub current: Option<super::workspace::Current>,
+    /// The external request that stands in the way, or that was recorded all the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request: Option<RequestView>,
 }
 
 /// `workspace create`.

@@ -5,12 +5,14 @@ mod content;
 mod delta;
 mod drain;
 mod holds;
+mod ledger;
 mod preserved;
 mod seed;
 mod sessions;
 mod workspaces;
 
 pub use delta::Told;
+pub use ledger::Listed;
 pub(super) use sessions::denied;
 
 use std::sync::Arc;

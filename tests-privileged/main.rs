@@ -16,6 +16,7 @@ mod daemon;
 mod demo;
 mod full_disk;
 mod host;
+mod image;
 mod keeper;
 mod kernel_facts;
 mod leases;
@@ -54,6 +55,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("kernel_facts", kernel_facts::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
+        ("image", image::tests()),
         ("full_disk", full_disk::tests()),
         ("writers", writers::tests()),
         ("slow_disk", slow_disk::tests()),

@@ -17,6 +17,7 @@
 //! It may use authority, store, upper, kernel, model, and the types by which the workload room is
 //! told where to place a command.
 
+mod admission;
 mod agenda;
 mod deadlines;
 mod effects;
@@ -24,6 +25,7 @@ mod external;
 pub mod failure;
 pub mod handle;
 mod host;
+mod image;
 mod metrics;
 #[cfg(test)]
 mod modelcheck;

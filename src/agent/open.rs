@@ -19,13 +19,14 @@ use crate::kernel::clock;
 use crate::kernel::idmap::IdMap;
 use crate::kernel::overlay::{self, Spec};
 use crate::kernel::walk::Dir;
+use crate::model::backing::Backing;
 use crate::model::code::Code;
 use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
 use crate::model::limits::Limits;
-use crate::model::session::{FenceWish, Loss, Policy, RunAs, Session, State};
+use crate::model::session::{FenceWish, Loss, Policy, RunAs, Session, State, UpperFreeze};
 use crate::model::slice::Slice;
 use crate::model::step::Event;
 use crate::model::view::OpenSession;
@@ -57,6 +58,7 @@ pub struct Wish {
     run_as: RunAs,
     limits: Limits,
     external: Option<Slice>,
+    upper: Backing,
     policy: Policy,
     force: bool,
     wait: Duration,
@@ -84,6 +86,7 @@ impl Wish {
             crate::kernel::Error::NoController { .. } => Failure::new(Code::Unsupported, text(e)),
             _ => Failure::new(Code::Internal, text(e)),
         })?;
+        let upper = super::admission::upper(&host.config.open, wish.upper, wish.size)?;
         let mut policy = host.config.policy();
         if let Some(on_busy) = wish.on_busy {
             policy.on_busy = on_busy;
@@ -114,6 +117,7 @@ impl Wish {
             },
             limits,
             external: wish.external,
+            upper,
             policy,
             force: wish.force,
             wait: wish.wait_ms.map_or(host.config.open.predecessor_wait, Duration::from_millis),
@@ -145,6 +149,7 @@ impl Host {
     pub fn open(self: &Arc<Self>, by: &Caller, wish: Wish) -> Result<Made, Failure> {
         self.refuse_when_short()?;
         self.not_draining()?;
+        let admitted = self.admit(wish.upper)?;
         let turn = wish.external.as_ref().map(|slice| self.take_slice(slice)).transpose()?;
         let id = SessionId::fresh();
         let token = fresh_token()?;
@@ -157,10 +162,10 @@ impl Host {
             answer => answer?,
         };
         let clock = LeaseClock::granted(sent, wish.ttl, session.ends);
-        let dirs = remove::SessionDirs::of(&self.paths.sessions, id);
+        let dirs = remove::SessionDirs::of(&self.paths.sessions, id, session.upper);
         let slot = Slot::new(session, clock, dirs, true);
         slot.lock().building = true;
-        self.adopt(&slot);
+        admitted.adopt(&slot);
         drop(turn);
         let built = self.note_mark(&slot).and_then(|marked| {
             let built = self
@@ -250,6 +255,7 @@ impl Host {
             run_as: wish.run_as,
             limits: wish.limits,
             external: wish.external.clone(),
+            upper: wish.upper,
             ttl: wish.ttl,
             ends: acquired.lease.ends.ns,
             base: acquired.at.clone(),
@@ -266,6 +272,7 @@ impl Host {
             holders: vec![],
             busy_since: None,
             seal: false,
+            upper_freeze: UpperFreeze::Off,
             blockers: vec![],
             unknown: BTreeMap::new(),
             disposition: None,
@@ -370,8 +377,11 @@ impl Host {
         };
         let lowers = self.lowers(at)?;
         let s = slot.session();
-        let dirs = remove::create(&self.paths.sessions, s.id)
+        let dirs = remove::create(&self.paths.sessions, s.id, s.upper)
             .map_err(|e| Failure::new(e.code(), text(e)))?;
+        if let (Some(image), Some(size)) = (&dirs.image, s.upper.size()) {
+            self.make_image(image, size.0)?;
+        }
         super::show::prepare(&self.paths, s.id).map_err(io("make the run-time directory"))?;
         {
             let mut inner = slot.lock();

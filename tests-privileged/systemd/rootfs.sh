@@ -11,7 +11,7 @@ if [ -n "${OVERFENCE_TEST_NSPAWN_ROOT:-}" ]; then
 fi
 
 cache=${OVERFENCE_NSPAWN_CACHE:-/var/cache/overfence-nspawn}
-packages=systemd,systemd-sysv,bubblewrap
+packages=systemd,systemd-sysv,bubblewrap,e2fsprogs
 # The binary is linked against this host's C library, so the same release or a later one.
 suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-stable}")
 digest=$(printf '%s %s 1' "$suite" "$packages" | sha256sum | cut -c1-16)

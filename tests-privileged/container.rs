@@ -11,7 +11,8 @@ use serde_json::Value;
 
 use crate::agent_process::{Host, has, id_of, path_of};
 use crate::host::{Place, Test, paced};
-use engine::{Engine, Flag, flags, flags_for, must, report, unified};
+pub use engine::must;
+use engine::{Engine, Flag, flags, flags_for, report, unified};
 
 pub fn tests() -> Vec<Test> {
     let mut tests = vec![
@@ -30,7 +31,7 @@ fn is_hybrid() -> bool {
 }
 
 /// The lines in the documentation that begin with `start`, joined where the shell joins them.
-fn documented_line(start: &str) -> Vec<String> {
+pub fn documented_line(start: &str) -> Vec<String> {
     let text = include_str!("../docs/OPERATIONS.md").replace("\\\n", " ");
     let line = text.lines().map(str::trim).find(|line| line.starts_with(start));
     let line = line.unwrap_or_else(|| panic!("OPERATIONS.md has no line {start}"));

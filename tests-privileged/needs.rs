@@ -35,6 +35,10 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("container::", &["podman"]),
     // An ext4 of their own; and the flag needs a capability that a container does not have.
     ("seal::", &["loop-devices"]),
+    (
+        "systemd::an_engine_with_the_systemd_driver_is_fenced_in_its_slice",
+        &["systemd-nspawn", "podman"],
+    ),
     ("systemd::", &["systemd-nspawn"]),
     ("package::", &["systemd-nspawn"]),
 ];

@@ -27,6 +27,10 @@ pub fn tests() -> Vec<Test> {
         Test { name: "drain_takes_every_session_down_and_keeps_what_it_wrote", run: drained },
         Test { name: "limits_bound_a_session_or_are_refused_by_name", run: limited },
         Test { name: "an_external_slice_is_fenced_and_given_back", run: external::given_back },
+        Test {
+            name: "an_engine_with_the_systemd_driver_is_fenced_in_its_slice",
+            run: external::by_an_engine,
+        },
         Test { name: "the_watchdog_restarts_a_stopped_agent", run: watchdog },
         Test { name: "i9_a_reboot_ends_leases_and_keeps_uppers", run: rebooted },
     ]

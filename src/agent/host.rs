@@ -1,7 +1,7 @@
 //! What all parts of the agent share: the configuration, the authority, the store, the sessions,
 //! and the few things of the kernel that are held once a host.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 
 use super::agenda::Agenda;
+use super::census::Census;
 use super::deadlines::Deadlines;
 use super::effects::text;
 use super::metrics::Metrics;
@@ -26,7 +27,7 @@ use crate::kernel::limits;
 use crate::model::facts::Proof;
 use crate::model::ids::{BootId, HostId, SessionId, WorkspaceId};
 use crate::model::limits::Limits;
-use crate::model::session::Session;
+use crate::model::session::{Session, State};
 use crate::model::time::BootNs;
 use crate::store::Store;
 use crate::upper::remove::SessionDirs;
@@ -85,8 +86,7 @@ pub struct Host {
     pub(super) sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
     pub(super) state: Mutex<HostState>,
     sessions: RwLock<BTreeMap<SessionId, Arc<Slot>>>,
-    /// Those that a tick may have something to do for; a thousand others only live.
-    unsettled: Mutex<BTreeSet<SessionId>>,
+    census: Mutex<Census>,
     table: Mutex<Table>,
     /// One turn for operations that sync the file system of all uppers in directories; see `effects`.
     pub(super) sync: Arc<Semaphore>,
@@ -161,7 +161,7 @@ impl Host {
             sockets,
             state: Mutex::default(),
             sessions: RwLock::default(),
-            unsettled: Mutex::default(),
+            census: Mutex::default(),
             table: Mutex::new(table),
             sync: Arc::new(Semaphore::new(1)),
             image_sync: Arc::new(Semaphore::new(IMAGES)),
@@ -209,27 +209,31 @@ impl Host {
         sessions.values().filter(|slot| slot.workspace == *workspace).cloned().collect()
     }
 
-    fn unsettled_ids(&self) -> MutexGuard<'_, BTreeSet<SessionId>> {
-        self.unsettled.lock().unwrap_or_else(PoisonError::into_inner)
+    fn census(&self) -> MutexGuard<'_, Census> {
+        self.census.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The sessions that a tick may have something to do for.
     pub fn unsettled(&self) -> Vec<Arc<Slot>> {
-        let ids = self.unsettled_ids().clone();
+        let ids = self.census().unsettled().clone();
         ids.into_iter().filter_map(|id| self.slot(id)).collect()
     }
 
-    /// Keeps [`Host::unsettled`] true; to be called after each step.
+    /// How many sessions are in each state that any is in.
+    pub fn counts(&self) -> BTreeMap<State, u64> {
+        self.census().counts().clone()
+    }
+
+    /// Keeps [`Host::unsettled`] and [`Host::counts`] true; to be called after each step.
     pub fn settle(&self, session: &Session) {
-        match session.is_settled() {
-            true => self.unsettled_ids().remove(&session.id),
-            false => self.unsettled_ids().insert(session.id),
-        };
+        self.census().update(session.id, session.state, session.is_settled());
     }
 
     /// Adds a session.
     pub fn adopt(&self, slot: &Arc<Slot>) {
-        self.settle(&slot.lock().session);
+        let inner = slot.lock();
+        self.census().enter(slot.id, inner.session.state, inner.session.is_settled());
+        drop(inner);
         self.sessions
             .write()
             .unwrap_or_else(PoisonError::into_inner)
@@ -239,7 +243,7 @@ impl Host {
     /// Drops a closed session.
     pub fn forget(&self, id: SessionId) {
         let known = self.sessions.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
-        self.unsettled_ids().remove(&id);
+        self.census().strike(id);
         if known.is_some() {
             self.shown().closed += 1;
         }

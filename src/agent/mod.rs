@@ -19,6 +19,7 @@
 
 mod admission;
 mod agenda;
+mod census;
 mod deadlines;
 mod effects;
 mod external;

@@ -56,10 +56,7 @@ pub async fn run(host: Arc<Host>) {
 
 /// The host in a line: sessions by state, and whether the authority answers.
 pub fn line(host: &Host) -> String {
-    let mut states = std::collections::BTreeMap::<_, u64>::new();
-    for slot in host.slots() {
-        *states.entry(slot.lock().session.state).or_default() += 1;
-    }
+    let states = host.counts();
     let mut line = match states.is_empty() {
         true => "no session".to_owned(),
         false => states.iter().map(|(s, n)| format!("{n} {s}")).collect::<Vec<_>>().join(", "),

@@ -11,7 +11,8 @@ if [ -n "${OVERFENCE_TEST_NSPAWN_ROOT:-}" ]; then
 fi
 
 cache=${OVERFENCE_NSPAWN_CACHE:-/var/cache/overfence-nspawn}
-packages=systemd,systemd-sysv,bubblewrap,e2fsprogs
+# podman and what it needs are for the engine with the systemd driver.
+packages=systemd,systemd-sysv,dbus,bubblewrap,e2fsprogs,podman,runc
 # The binary is linked against this host's C library, so the same release or a later one.
 suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-stable}")
 digest=$(printf '%s %s 1' "$suite" "$packages" | sha256sum | cut -c1-16)
@@ -29,10 +30,11 @@ if [ ! -d "$root" ]; then
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' "$suite" "$new" >&2
     # What a boot for a few seconds needs not.
-    for unit in systemd-update-utmp systemd-update-utmp-runlevel console-getty; do
+    for unit in systemd-update-utmp systemd-update-utmp-runlevel console-getty \
+        podman podman-restart podman-auto-update; do
         ln -sf /dev/null "$new/etc/systemd/system/$unit.service"
     done
-    for unit in apt-daily apt-daily-upgrade dpkg-db-backup e2scrub_all systemd-tmpfiles-clean; do
+    for unit in apt-daily apt-daily-upgrade dpkg-db-backup e2scrub_all systemd-tmpfiles-clean podman-auto-update; do
         ln -sf /dev/null "$new/etc/systemd/system/$unit.timer"
     done
     : >"$new/etc/machine-id"

@@ -104,10 +104,8 @@ impl Agent {
     /// The agent's own state.
     pub async fn status(&self) -> Result<StatusView, Failure> {
         let host = &self.0;
-        let mut sessions = std::collections::BTreeMap::new();
-        for slot in host.slots() {
-            *sessions.entry(slot.session().state.to_string()).or_default() += 1;
-        }
+        let counts = host.counts().into_iter();
+        let sessions = counts.map(|(state, n)| (state.to_string(), n)).collect();
         let known = self.blocking(|host| Ok(host.authority.list())).await?;
         let (held, trouble) = match known {
             Ok(known) => {

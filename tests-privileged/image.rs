@@ -229,21 +229,34 @@ fn verbs(place: &Place) {
     host.stop();
 }
 
+/// Lets who waits for a stopped image go on, should the test fail: nobody else could end them.
+struct Lift(PathBuf);
+
+impl Drop for Lift {
+    fn drop(&mut self) {
+        let _ = Command::new("fsfreeze").arg("-u").arg(&self.0).stderr(Stdio::null()).status();
+    }
+}
+
+type Held = (String, Value, [Child; 2], [PathBuf; 2], Lift);
+
 /// A fenced session that a process outside holds open for writing.
-fn held(host: &Host, workspace: &str) -> (String, Value, [Child; 2], [PathBuf; 2]) {
+fn held(host: &Host, workspace: &str) -> Held {
     let opened = open(host, workspace, "10m", &IMAGE);
     let (id, session) = (id_of(&opened), opened["session"].clone());
     let upper = path_of(&session, "upper");
     let (inside, outside) = (appends(&session, INSIDE, "in"), appends(&session, "", "out"));
-    let view = host.must(&["fence", &id, "--reason", "test", "--wait"])["session"].clone();
-    assert!(has(&view, "frozen") && !has(&view, "read-only"), "{view:#}");
+    let lift = Lift(upper.parent().unwrap().to_owned());
+    let (code, _) = host.ask(&["fence", &id, "--reason", "test", "--wait"]);
+    assert_eq!(code, 8, "read-only was granted");
     let view = host.until(&id, |v| has(v, "upper-frozen"));
-    (id, view, [inside, outside], [upper.join("in"), upper.join("out")])
+    assert!(has(&view, "frozen") && !has(&view, "read-only"), "{view:#}");
+    (id, view, [inside, outside], [upper.join("in"), upper.join("out")], lift)
 }
 
 fn outside(place: &Place) {
     let mut host = started(place);
-    let (id, view, [inside, outside], files) = held(&host, "w");
+    let (id, view, [inside, outside], files, _lift) = held(&host, "w");
     assert_eq!((&view["state"], &view["missing"]), (&"PRESERVED".into(), &"read-only".into()));
     let holders = view["holders"].as_array().unwrap();
     let pids: Vec<_> = holders.iter().map(|h| h["pid"].as_u64().unwrap()).collect();
@@ -268,7 +281,7 @@ fn outside(place: &Place) {
     let answer = host.http("POST", &fence, r#"{"to":"upper-frozen"}"#);
     assert_eq!(answer.status, 400, "{}", answer.body);
     // Asked again: lifted, refused, and stopped again.
-    host.must(&["fence", &id, "--reason", "again", "--wait"]);
+    assert_eq!(host.ask(&["fence", &id, "--reason", "again", "--wait"]).0, 8);
     host.until(&id, |v| has(v, "upper-frozen"));
     let told = events(&host, &id);
     assert_eq!(told.iter().filter(|e| *e == "upper_frozen").count(), 2, "{told:?}");
@@ -288,7 +301,7 @@ fn outside(place: &Place) {
 
 fn survives(place: &Place) {
     let mut host = started(place);
-    let (id, _, [inside, outside], files) = held(&host, "w");
+    let (id, _, [inside, outside], files, _lift) = held(&host, "w");
     host.kill_agent();
     assert!(!grows(&files[1]), "it was lifted by the agent's death");
     assert!(host.start(None), "{}", host.log());
@@ -318,8 +331,8 @@ fn survives(place: &Place) {
 fn lifted(place: &Place) {
     let mut host = started(place);
     // Sealed at once, by wish; then it stands again.
-    let (id, _, [inside, outside], files) = held(&host, "sealed");
-    host.must(&["fence", &id, "--to", "sealed", "--reason", "test", "--wait"]);
+    let (id, _, [inside, outside], files, _lift) = held(&host, "sealed");
+    host.ask(&["fence", &id, "--to", "sealed", "--reason", "test", "--wait"]);
     let view = host.until(&id, |v| has(v, "sealed") && has(v, "upper-frozen"));
     assert_eq!(view["state"], "PRESERVED", "{view:#}");
     assert!(!grows(&files[0]) && !grows(&files[1]));
@@ -330,7 +343,7 @@ fn lifted(place: &Place) {
     host.must(&["session", "close", &id, "--discard", "--yes"]);
     end(inside);
     // Readmitted while it stands.
-    let (id, _, [inside, outside], files) = held(&host, "back");
+    let (id, _, [inside, outside], files, _lift) = held(&host, "back");
     let (code, view) = readmit(&host, &id);
     assert_eq!((code, &view["generation"]), (0, &2.into()), "{view:#}\n{}", host.log());
     assert!(grows(&files[0]) && grows(&files[1]));

@@ -64,12 +64,16 @@ impl Host {
             return size;
         }
         let counted = self.with_upper(slot, |upper| crate::upper::size::size(upper).map_err(text));
-        let size = counted.and_then(|counted| counted).unwrap_or_else(|fault| {
-            tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the upper could not be counted: {fault}");
-            (0, 0)
-        });
-        slot.lock().size = Some(size);
-        size
+        match counted.and_then(|counted| counted) {
+            Ok(size) => {
+                slot.lock().size = Some(size);
+                size
+            }
+            Err(fault) => {
+                tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the upper could not be counted: {fault}");
+                (0, 0)
+            }
+        }
     }
 
     /// A lease.

@@ -126,7 +126,16 @@ fn json_alone(place: &Place) {
     let bundle = text(&asked.of("preserved export", &[&id])["path"]);
     asked.of("bundle inspect", &[&bundle]);
     asked.of("bundle verify", &[&bundle]);
+    let told = asked.of("session diff", &[&id]);
+    assert_eq!(
+        (&told["changes"][0]["path"], &told["summary"]["added"]),
+        (&"late".into(), &1.into())
+    );
+    assert_eq!(asked.of("bundle diff", &[&bundle])["changes"], told["changes"]);
     asked.of("preserved discard", &[&id, "--yes"]);
+    let by = ["-w", "w", "--authorised-by", "ann", "--reason", "a test"];
+    let back = id_of(&asked.of("bundle apply", &[&[&*bundle], &by[..]].concat()));
+    asked.of("session close", &[&back, "--checkpoint"]);
 
     asked.of("gc", &["--dry-run"]);
     assert!(asked.of("evidence show", &["--last", "3"]).as_array().unwrap().len() == 3);

@@ -19,6 +19,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "upper_frozen_survives_the_agent_and_a_foreign_hand", run: survives },
         Test { name: "what_is_sealed_or_comes_back_goes_first", run: lifted },
         Test { name: "a_drained_image_is_exported_by_a_later_agent", run: drained },
+        Test { name: "a_gone_image_is_compared_and_comes_back_in_a_new_one", run: again },
         Test { name: "a_stray_loop_device_is_found_and_let_go", run: stray },
         Test { name: "a_confined_workload_writes_into_its_image", run: confined },
         Test { name: "sync_is_confined_to_the_image", run: sync_confined },
@@ -383,6 +384,31 @@ fn drained(place: &Place) {
     no_loops(&host);
     host.must(&["preserved", "discard", &id, "--yes"]);
     assert!(!disk.parent().unwrap().exists());
+    host.stop();
+}
+
+fn again(place: &Place) {
+    let mut host = started(place);
+    let opened = open(&host, "w", "10m", &IMAGE);
+    let id = id_of(&opened);
+    std::fs::write(path_of(&opened["session"], "merged").join("precious"), "bytes").unwrap();
+    host.must(&["drain", "--yes"]);
+    host.kill_agent();
+    assert!(host.start(None), "{}", host.log());
+    let diff = host.run(&["session", "diff", &id]);
+    let said = String::from_utf8_lossy(&diff.stdout).into_owned();
+    assert!(diff.status.success() && said.contains("precious"), "{said}\n{}", host.log());
+    no_loops(&host);
+    let (code, view) = readmit(&host, &id);
+    assert_eq!(code, 0, "{view:#}\n{}", host.log());
+    assert_eq!((&view["state"], &view["image"]), (&"ACTIVE".into(), &"256M".into()), "{view:#}");
+    let merged = path_of(&view, "merged");
+    assert_eq!(std::fs::read(merged.join("precious")).unwrap(), b"bytes");
+    let next = view["id"].as_str().unwrap();
+    assert_ne!(next, id);
+    assert_eq!(host.must(&["session", "checkpoint", next])["outcome"], "committed");
+    host.must(&["session", "close", next]);
+    no_loops_but_kept(&host);
     host.stop();
 }
 

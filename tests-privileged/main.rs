@@ -9,15 +9,18 @@
 
 mod agent_process;
 mod breakers;
+mod bring_back;
 mod confinement;
 mod container;
 mod contract;
 mod daemon;
+mod delta;
 mod demo;
 mod full_disk;
 mod host;
 mod image;
 mod keeper;
+mod keeping;
 mod kernel_facts;
 mod leases;
 mod main_job;
@@ -25,9 +28,11 @@ mod needs;
 mod openapi;
 mod package;
 mod races;
+mod rebase;
 mod restart;
 mod rig;
 mod room;
+mod round_trip;
 mod runbook;
 mod seal;
 mod signals;
@@ -53,6 +58,11 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("restart", restart::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
+        ("delta", delta::tests()),
+        ("keeping", keeping::tests()),
+        ("round_trip", round_trip::tests()),
+        ("bring_back", bring_back::tests()),
+        ("rebase", rebase::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
         ("image", image::tests()),

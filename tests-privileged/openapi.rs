@@ -48,6 +48,20 @@ fn against(document: &Value, schema: &Value, value: &Value, at: &str) -> Result<
             false => Err(format!("{at}: {value} is none of {tried:?}")),
         };
     }
+    // Parts of one object: their fields together are all that it has.
+    if let Some(parts) = schema["allOf"].as_array() {
+        let mut whole = json!({ "type": "object", "required": [], "properties": {} });
+        for part in parts {
+            let name = part["$ref"].as_str().map(|name| name.strip_prefix('#').unwrap());
+            let part = name.map_or(Some(part), |name| document.pointer(name));
+            let part = part.ok_or_else(|| format!("{at}: a part of no schema"))?;
+            let required = part["required"].as_array().into_iter().flatten().cloned();
+            whole["required"].as_array_mut().unwrap().extend(required);
+            let fields = part["properties"].as_object().cloned().unwrap_or_default();
+            whole["properties"].as_object_mut().unwrap().extend(fields);
+        }
+        return against(document, &whole, value, at);
+    }
     let kind = match value {
         Value::Null => "null",
         Value::Bool(_) => "boolean",
@@ -162,6 +176,7 @@ fn served(place: &Place) {
         ("/v1/workspaces/{id}/history", "w", "?limit=10"),
         ("/v1/sessions", "", ""),
         ("/v1/sessions/{id}", &id, ""),
+        ("/v1/sessions/{id}/diff", &id, ""),
         ("/v1/leases", "", ""),
     ] {
         api.good("get", path, of, query, none.clone());
@@ -177,7 +192,7 @@ fn served(place: &Place) {
     api.host.until(&id, |view| view["state"] == "PRESERVED");
     api.good("get", "/v1/preserved", "", "", none.clone());
     api.good("post", "/v1/sessions/{id}/keep", &id, "", json!({ "for_ms": 1000 }));
-    api.good("post", "/v1/sessions/{id}/export", &id, "", none.clone());
+    let made = api.good("post", "/v1/sessions/{id}/export", &id, "", none.clone());
     api.good("post", "/v1/gc", "", "?dry_run=true", none.clone());
     let who = json!({ "authorised_by": "ann", "reason": "test" });
     api.good("post", "/v1/sessions/{id}/readmit", &id, "", who);
@@ -185,6 +200,11 @@ fn served(place: &Place) {
     api.good("post", "/v1/leases/{id}/revoke", lease.as_str().unwrap(), "", wish);
     api.host.until(&id, |view| view["state"] == "PRESERVED");
     api.good("post", "/v1/sessions/{id}/discard", &id, "", none.clone());
+    let apply = json!({
+        "bundle": made["path"], "authorised_by": "ann", "reason": "test", "open": { "workspace": "w" },
+    });
+    let back = id_of(&api.good("post", "/v1/bundles/apply", "", "", apply));
+    api.good("post", "/v1/sessions/{id}/close", &back, "", json!({ "mode": "discard" }));
     let other = id_of(&api.good("post", "/v1/sessions", "", "", json!({ "workspace": "w" })));
     api.good("post", "/v1/sessions/{id}/close", &other, "", json!({ "mode": "discard" }));
     for path in [

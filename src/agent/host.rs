@@ -95,6 +95,8 @@ pub struct Host {
     pub(super) image_sync: Arc<Semaphore>,
     /// Opens that were admitted and have no slot yet.
     pub(super) opening: Mutex<usize>,
+    /// Turns for reading whole uppers for somebody who only looks.
+    pub(super) diffs: Arc<Semaphore>,
     /// Held while a slice is looked at and taken.
     slices: Mutex<()>,
     stopping: AtomicBool,
@@ -166,6 +168,7 @@ impl Host {
             sync: Arc::new(Semaphore::new(1)),
             image_sync: Arc::new(Semaphore::new(IMAGES)),
             opening: Mutex::default(),
+            diffs: Arc::new(Semaphore::new(2)),
             slices: Mutex::new(()),
             stopping: AtomicBool::new(false),
             draining: AtomicBool::new(false),

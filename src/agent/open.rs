@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use sha2::Digest as _;
 
-use super::effects::text;
+use super::effects::{capture_upper, text};
 use super::failure::{Caller, Failure};
 use super::host::{Host, SessionSocket};
 use super::slot::{LeaseClock, Slot, draft};
@@ -26,12 +26,13 @@ use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
 use crate::model::limits::Limits;
-use crate::model::session::{FenceWish, Loss, Policy, RunAs, Session, State, UpperFreeze};
+use crate::model::session::{FenceWish, Loss, Policy, RunAs, Seeded, Session, State, UpperFreeze};
 use crate::model::slice::Slice;
 use crate::model::step::Event;
 use crate::model::view::OpenSession;
 use crate::model::workspace::{Acquire, Acquired, Predecessor, Refusal};
 use crate::upper::remove;
+use crate::upper::store::LayerStore;
 
 /// How long the record of an opened session may take; its lease runs out if it takes longer.
 const DURABLE: Duration = Duration::from_secs(10);
@@ -46,6 +47,18 @@ pub struct Made {
     pub ticket: String,
     /// Who wrote before.
     pub predecessor: Option<Predecessor>,
+}
+
+/// What a session begins with in place of an empty upper.
+pub struct Seed {
+    /// An upper of ours on the file system of the uppers; it is moved from there.
+    pub upper: PathBuf,
+    /// The version and head that it fits; granted at no other.
+    pub at: HeadAt,
+    /// The token of the former session, whose holder goes on with it.
+    pub token: Option<Digest>,
+    /// For the record.
+    pub record: Seeded,
 }
 
 /// A checked wish.
@@ -63,6 +76,7 @@ pub struct Wish {
     force: bool,
     wait: Duration,
     labels: BTreeMap<String, String>,
+    seed: Option<Seed>,
 }
 
 impl Wish {
@@ -122,7 +136,33 @@ impl Wish {
             force: wish.force,
             wait: wish.wait_ms.map_or(host.config.open.predecessor_wait, Duration::from_millis),
             labels: wish.labels,
+            seed: None,
         })
+    }
+
+    /// The terms under which a session was opened, once more.
+    pub fn again(host: &Host, s: &Session) -> Self {
+        Self {
+            workspace: s.workspace.clone(),
+            owner: s.owner.clone(),
+            holder: s.holder,
+            ttl: s.ttl,
+            max_lifetime: host.config.lease.max_lifetime,
+            run_as: s.run_as,
+            limits: s.limits,
+            external: s.external.clone(),
+            upper: s.upper,
+            policy: s.policy.clone(),
+            force: false,
+            wait: host.config.open.predecessor_wait,
+            labels: s.labels.clone(),
+            seed: None,
+        }
+    }
+
+    /// The same, with bytes to begin with.
+    pub fn seeded(self, seed: Seed) -> Self {
+        Self { seed: Some(seed), ..self }
     }
 }
 
@@ -171,7 +211,7 @@ impl Host {
             let built = self
                 .not_draining()
                 .and_then(|()| self.fence_predecessors(&slot, &wish))
-                .and_then(|()| self.build(&slot, &acquired.at))
+                .and_then(|()| self.build(&slot, &acquired.at, wish.seed.as_ref()))
                 .and_then(|ticket| self.still_newest(&slot).map(|()| ticket));
             self.runtime.block_on(marked).and(built)
         });
@@ -215,7 +255,7 @@ impl Host {
             ttl: wish.ttl,
             max_lifetime: wish.max_lifetime,
             force: wish.force.then(|| format!("taken over by {} with --force", wish.owner)),
-            only_at: None,
+            only_at: wish.seed.as_ref().map(|seed| seed.at.clone()),
         };
         let mut made = None;
         let rider = |outcome: &Result<Acquired, Refusal>| match outcome {
@@ -225,6 +265,9 @@ impl Host {
                 if let Some(slice) = &session.external {
                     detail["external"] =
                         serde_json::json!({ "slice": slice, "not_claimed": ["I10"] });
+                }
+                if let Some(seeded) = &session.seeded {
+                    detail["seeded"] = serde_json::json!(seeded);
                 }
                 let entries = vec![draft("acquire", &session, &by.to_string(), detail)];
                 made = Some(session.clone());
@@ -251,7 +294,7 @@ impl Host {
             lease: acquired.lease.id,
             generation: acquired.lease.generation,
             holder: wish.holder,
-            token: hash_token(token),
+            token: wish.seed.as_ref().and_then(|seed| seed.token).unwrap_or(hash_token(token)),
             run_as: wish.run_as,
             limits: wish.limits,
             external: wish.external.clone(),
@@ -280,6 +323,7 @@ impl Host {
             keep_until: None,
             tries: 0,
             trouble: None,
+            seeded: wish.seed.as_ref().map(|seed| seed.record.clone()),
         }
     }
 
@@ -371,7 +415,12 @@ impl Host {
 
     /// Directories, keeper's entry, cgroup, overlay, ticket: in this order, so that nothing can be
     /// written before it can be stopped.
-    fn build(self: &Arc<Self>, slot: &Arc<Slot>, at: &HeadAt) -> Result<String, Failure> {
+    fn build(
+        self: &Arc<Self>,
+        slot: &Arc<Slot>,
+        at: &HeadAt,
+        seed: Option<&Seed>,
+    ) -> Result<String, Failure> {
         let io = |doing: &'static str| {
             move |e: std::io::Error| Failure::new(Code::Internal, format!("cannot {doing}: {e}"))
         };
@@ -389,7 +438,20 @@ impl Host {
             let cgroup = self.make_cgroup(&s).map_err(|e| Failure::new(Code::Internal, text(e)))?;
             inner.cgroup = Some(Arc::new(cgroup));
         }
-        self.give_root(&dirs.upper, &lowers, s.run_as)?;
+        match seed {
+            None => self.give_root(&dirs.upper, &lowers, s.run_as)?,
+            Some(seed) if dirs.image.is_some() => {
+                crate::failpoint::hit("seed.copy.before");
+                self.copy_seed(&seed.upper, &dirs.upper)?;
+                crate::failpoint::hit("seed.copy.after");
+            }
+            Some(seed) => {
+                crate::failpoint::hit("seed.move.before");
+                // It takes the place of an empty directory, or fails.
+                std::fs::rename(&seed.upper, &dirs.upper).map_err(io("move the upper"))?;
+                crate::failpoint::hit("seed.move.after");
+            }
+        }
         let spec = Spec {
             lowers,
             upper: dirs.upper.clone(),
@@ -407,6 +469,18 @@ impl Host {
         let inner = slot.lock();
         self.show_locked(&inner).map_err(io("write session.json"))?;
         self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))
+    }
+
+    /// Puts a seed into an image, another file system, where no rename leads: by way of a layer, as
+    /// everything else that leaves an upper.
+    fn copy_seed(&self, from: &Path, to: &Path) -> Result<(), Failure> {
+        let failed = |e: crate::upper::Error| Failure::new(e.code(), text(e));
+        let stop = || self.stopping();
+        let layers = LayerStore::open(&from.with_file_name("copied")).map_err(failed)?;
+        let taken = capture_upper(&layers, from, true, &stop).map_err(failed)?;
+        let Some(taken) = taken else { return Ok(()) };
+        let to = Dir::open(to).map_err(|e| Failure::new(Code::Internal, text(e)))?;
+        layers.unpack_into(taken.diff_id, to.as_fd(), &stop).map_err(failed)
     }
 
     /// Starts watching a session's overlay and cgroup.

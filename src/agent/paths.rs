@@ -30,7 +30,7 @@ pub struct Paths {
     pub layers: PathBuf,
     /// Exports without a destination of their own.
     pub bundles: PathBuf,
-    /// Captures on their way into a bundle; nothing stays here.
+    /// Captures on their way into a bundle, and copies on their way into a session; nothing stays here.
     pub exports: PathBuf,
     /// What is being removed.
     pub trash: PathBuf,

@@ -22,6 +22,7 @@ use crate::model::step::{Event, Found, Purpose};
 use crate::model::time::BootNs;
 use crate::store::Durability;
 use crate::store::marks::Below;
+use crate::upper::bundle;
 use crate::upper::remove::{self, SessionDirs};
 
 /// What a start found, for the log and for health.
@@ -49,8 +50,9 @@ impl Host {
         // Before any session's worker does the same.
         let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
         self.layers.sweep().map_err(text)?;
-        for cut_off in std::fs::read_dir(&self.paths.exports).map_err(text)?.flatten() {
-            std::fs::remove_dir_all(cut_off.path()).map_err(text)?;
+        // No start fails for what is nobody's.
+        if let Err(fault) = bundle::sweep(&self.paths.bundles) {
+            tracing::error!("{}", text(fault));
         }
         if swept > 0 {
             tracing::info!("finished {swept} unfinished open(s)");
@@ -92,8 +94,16 @@ impl Host {
             let id = name.to_str().and_then(|name| name.parse().ok());
             id.is_none_or(|id| self.slot(id).is_none())
         });
+        // Captures and copies that were cut off; new ones have names of their own.
+        let exports = std::fs::read_dir(&self.paths.exports).map_err(text)?;
+        let cut_off: Vec<_> = exports.flatten().map(|entry| entry.path()).collect();
         let host = Arc::clone(self);
         self.runtime.spawn_blocking(move || {
+            for path in cut_off {
+                if let Err(fault) = remove::remove_scratch(&path) {
+                    tracing::error!("{}", text(fault));
+                }
+            }
             for name in left {
                 match remove::finish_removal(&host.paths.trash, &name) {
                     Ok(removed) => {

@@ -12,7 +12,7 @@ use super::pulse::Part;
 use super::slot::Slot;
 use crate::kernel::{clock, overlay};
 use crate::model::facts::Fact;
-use crate::model::session::State;
+use crate::model::session::{Session, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
 
@@ -85,8 +85,10 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
         super::watch::look(host, &slot);
         check_read_only(host, &slot);
         super::seal::check(host, &slot);
+        let before = slot.session();
         host.apply(&slot, Event::Witnessed { add_ms, may_delete }, "agent");
         let s = slot.session();
+        announce(host, &slot, &before, &s)?;
         *states.entry(s.state).or_default() += 1;
         if let Some(fact) = super::view::missing(&s) {
             *missing.entry(fact).or_default() += 1;
@@ -113,6 +115,37 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     host.metrics.reconciled(&states, &missing, bytes);
     shown.preserved_bytes = bytes;
     Ok(())
+}
+
+/// Says that a deletion by grace comes near: once at each of [`NOTICES`].
+fn announce(host: &Host, slot: &Arc<Slot>, before: &Session, now: &Session) -> Result<(), String> {
+    let kept = |s: &Session| s.state == State::Preserved && s.unknown.is_empty();
+    if !kept(before) || !kept(now) {
+        return Ok(());
+    }
+    let left = |s: &Session| s.grace_ends().saturating_sub(s.witnessed);
+    let first = before.witnessed.is_zero() && !now.witnessed.is_zero();
+    let Some(left) = notice(left(before), left(now), first) else { return Ok(()) };
+    let view = host.preserved_view(slot);
+    let detail = serde_json::json!({
+        "left_ms": view.grace_left_ms, "not_before": view.not_before, "owner": view.owner,
+        "bytes": view.bytes, "entries": view.entries,
+    });
+    let left = crate::config::duration::text(left);
+    tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{} bytes of {} are deleted in {left} of witnessed time: export, keep or discard them", view.bytes, view.owner);
+    let entry = super::slot::draft("deletion_ahead", now, "agent", detail);
+    let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
+    host.store.record(&journal, crate::store::Durability::Lazy).map_err(text)
+}
+
+/// How much of grace is left when its end is announced, the longest first.
+const NOTICES: [Duration; 2] = [Duration::from_secs(24 * 3600), Duration::from_secs(3600)];
+
+/// The notice that is due when so much of grace `was` left and so much `is` now; of a grace that is
+/// shorter from the start, at the `first` sweep.
+fn notice(was: Duration, is: Duration, first: bool) -> Option<Duration> {
+    let due = NOTICES.into_iter().filter(|notice| is <= *notice && (was > *notice || first));
+    due.min()
 }
 
 /// A root process may have made a fenced overlay writable again.
@@ -149,6 +182,33 @@ async fn resume_doubted(host: &Arc<Host>) {
             if failure.current.is_some() {
                 slot.lock().session.policy.after_doubt = crate::model::session::AfterDoubt::Hold;
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deletion_is_announced_a_day_and_an_hour_before() {
+        let hours = |n: u64| Duration::from_secs(n * 3600);
+        let minutes = |n: u64| Duration::from_secs(n * 60);
+        for (was, is, first, want) in [
+            (hours(72), hours(71), true, None),
+            (hours(25), hours(24), false, Some(hours(24))),
+            (hours(24), hours(23), false, None),
+            (hours(2), minutes(59), false, Some(hours(1))),
+            (minutes(59), minutes(58), false, None),
+            // Time that was missed: the nearer one says all.
+            (hours(30), minutes(5), false, Some(hours(1))),
+            // Shorter than a day from the start, and than an hour.
+            (hours(6), hours(6), true, Some(hours(24))),
+            (minutes(5), minutes(4), true, Some(hours(1))),
+            // `preserved keep` makes it longer again, and it is announced again.
+            (hours(48), hours(47), false, None),
+        ] {
+            assert_eq!(notice(was, is, first), want, "{was:?} {is:?}");
         }
     }
 }

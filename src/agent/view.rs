@@ -55,6 +55,7 @@ impl Host {
             processes: u64::try_from(processes).unwrap_or(u64::MAX),
             labels: s.labels.clone(),
             trouble: s.trouble.clone(),
+            seeded: s.seeded.clone(),
         }
     }
 

@@ -48,6 +48,10 @@ impl Context {
         Client::new("/run/overfence/session.sock".as_ref(), self.common.timeout)
     }
 
+    pub(super) fn quiet(&self) -> bool {
+        self.common.quiet
+    }
+
     pub(super) fn json(&self) -> bool {
         self.common.output == Output::Json
     }

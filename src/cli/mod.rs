@@ -8,6 +8,7 @@ mod config;
 mod context;
 mod daemons;
 mod demo;
+mod diff;
 mod docs;
 mod doctor;
 mod drain;
@@ -108,7 +109,8 @@ pub enum Verb {
     Session(session::Verb),
     /// Stop a session's writer in the kernel and prove it.
     Fence(fence::Fence),
-    /// Give a fenced session a new lease and generation and let it run on.
+    /// Give a fenced session a new lease and generation and let it run on; one that has no process
+    /// any more comes back as a new session on a copy of its upper.
     Readmit(fence::Readmit),
     /// Leases: who may write, and until when.
     #[command(subcommand)]
@@ -119,7 +121,7 @@ pub enum Verb {
     /// Preserved deltas: what stale writers left that no publication holds.
     #[command(subcommand)]
     Preserved(preserved::Verb),
-    /// Patch bundles: exported deltas. Needs neither agent nor root.
+    /// Patch bundles: exported deltas. All but `apply` needs neither agent nor root.
     #[command(subcommand)]
     Bundle(bundle::Verb),
     /// Remove what is safe to delete.

@@ -32,6 +32,7 @@ pub mod deadlines;
 pub mod doctor;
 pub mod events;
 pub mod gone;
+pub mod handle;
 pub mod holders;
 pub mod idmap;
 pub mod image;

@@ -51,6 +51,7 @@ codes! {
     VersionMismatch "version_mismatch" 412 4 "The workspace was published to since this session last saw it.";
     HeadMismatch "head_mismatch" 412 4 "The workspace's head is not the one this session expects.";
     HeadMoved "head_moved" 412 4 "The head moved on; a fenced session can come back only through a bundle.";
+    Conflict "conflict" 409 4 "The bundle and the head changed the same paths; nothing was applied.";
     WorkspaceHeld "workspace_held" 409 4 "The workspace is on HOLD until an operator repairs it.";
     WorkspaceExists "workspace_exists" 409 4 "A workspace of this name exists.";
     KeyUsed "key_used" 409 4 "The key was used for other content.";

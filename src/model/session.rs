@@ -255,6 +255,22 @@ pub enum UpperFreeze {
     Lifting,
 }
 
+/// Whose bytes a session began with, and who stands for that (I5).
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Seeded {
+    /// The session that wrote them.
+    pub session: SessionId,
+    /// Its generation.
+    pub generation: Generation,
+    /// Manifest digest of the bundle they came in; a readmission needs none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bundle: Option<Digest>,
+    /// The person who took the responsibility, as they were named.
+    pub authorised_by: String,
+    /// Why.
+    pub reason: String,
+}
+
 /// One mount session.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Session {
@@ -345,6 +361,9 @@ pub struct Session {
     pub tries: u32,
     /// The last thing that went wrong, in words.
     pub trouble: Option<String>,
+    /// What it began with, if it did not begin empty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seeded: Option<Seeded>,
 }
 
 impl Session {
@@ -429,6 +448,34 @@ impl Session {
         self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed
             && matches!(self.loss, Some(Loss::Doubt { .. }))
             && self.readmittable().is_ok()
+    }
+
+    /// Whether it can be readmitted as a new session, on what it left: its processes are gone, and
+    /// nobody can write there any more.
+    pub fn readmittable_anew(&self) -> Result<(), Code> {
+        match self.state {
+            State::Fenced | State::Preserved => {}
+            State::Fencing => return Err(Code::Busy),
+            State::Opening
+            | State::Active
+            | State::Releasing
+            | State::Deleting
+            | State::Closed
+            | State::Quarantined => return Err(Code::WrongState),
+        }
+        if self.disposition.is_some() || self.external.is_some() || !self.is_past_running() {
+            return Err(Code::WrongState);
+        }
+        if !self.unknown.is_empty() {
+            return Err(Code::UnknownPublication);
+        }
+        let proved = self.facts.has(Fact::Gone) || self.facts.has(Fact::ReadOnly);
+        if proved { Ok(()) } else { Err(Code::Busy) }
+    }
+
+    /// Whether nothing is left that could run on: it was killed, or is of an earlier boot.
+    pub fn is_past_running(&self) -> bool {
+        self.facts.has(Fact::Killed) || self.facts.has(Fact::Gone)
     }
 
     /// Whether a readmission is possible as far as this session goes.

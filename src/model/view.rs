@@ -2,6 +2,7 @@
 //! on. Times are milliseconds unless the name says otherwise; `*_at` are RFC 3339.
 
 mod bounds;
+mod diff;
 mod host;
 mod session;
 
@@ -13,13 +14,14 @@ use utoipa::ToSchema;
 use super::head::Digest;
 use super::lease::HolderKind;
 
+pub use diff::{Aspect, Change, DiffLine, DiffRow, DiffSummary, FileKind, Mark, Told};
 pub use host::{
     DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport, KeepSession,
     PreservedView, SpaceView, StatusView,
 };
 pub use session::{
-    Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced, OpenSession,
-    Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
+    ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
+    OpenSession, Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
 };
 
 /// A problem, as `application/problem+json` (RFC 9457) with a stable code.

@@ -72,6 +72,7 @@ fn session(n: u128) -> Session {
         keep_until: None,
         tries: 0,
         trouble: None,
+        seeded: None,
     }
 }
 

@@ -29,8 +29,11 @@
 
 pub mod bundle;
 pub mod changes;
+pub mod diff;
 mod empty;
 pub mod layer;
+pub mod lowers;
+pub mod rebase;
 pub mod remove;
 #[cfg(test)]
 mod round_trip;

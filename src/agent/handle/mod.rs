@@ -1,11 +1,14 @@
 //! The only door to the agent: what the API may ask, one method a verb. Requests are checked here
 //! and become events or questions to the authority; nothing here decides about a session.
 
+mod delta;
 mod drain;
 mod preserved;
+mod seed;
 mod sessions;
 mod workspaces;
 
+pub use delta::Told;
 pub(super) use sessions::denied;
 
 use std::sync::Arc;

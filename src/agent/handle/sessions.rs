@@ -340,13 +340,11 @@ impl Agent {
         id: SessionId,
         wish: ReadmitSession,
     ) -> Result<SessionView, Failure> {
-        if wish.authorised_by.trim().is_empty() || wish.reason.trim().is_empty() {
-            return Err(Failure::new(
-                Code::BadRequest,
-                "a readmission wants --authorised-by NAME and --reason TEXT",
-            ));
-        }
+        super::seed::authorised(&wish.authorised_by, &wish.reason, "a readmission")?;
         let slot = self.slot(id)?;
+        if slot.lock().session.is_past_running() {
+            return self.readmit_anew(by, &slot, wish).await;
+        }
         let (asked, who) = (Arc::clone(&slot), actor(by));
         self.blocking(move |host| {
             host.readmit_now(&asked, &who, &wish.authorised_by, &wish.reason)
@@ -397,17 +395,7 @@ impl Host {
         self.not_draining()?;
         let mut inner = slot.lock();
         let before = inner.session.clone();
-        before.readmittable().map_err(|code| match before.facts.has(Fact::Killed) {
-            true => Failure::new(
-                code,
-                format!(
-                    "session {} was ended and has no process to run on: export its bytes, or open a \
-                     new session",
-                    before.id
-                ),
-            ),
-            false => denied(&before, code),
-        })?;
+        before.readmittable().map_err(|code| denied(&before, code))?;
         let ask = Acquire {
             workspace: before.workspace.clone(),
             lease: LeaseId::fresh(),

@@ -328,6 +328,7 @@ impl World {
             keep_until: None,
             tries: 0,
             trouble: None,
+            seeded: None,
         });
         let deadline = self.now + self.ttl - MARGIN;
         let h = &mut self.hosts[host];

@@ -74,5 +74,6 @@ fn session(state: State) -> Session {
         keep_until: None,
         tries: 0,
         trouble: None,
+        seeded: None,
     }
 }

@@ -11,7 +11,7 @@ use crate::model::facts::{Blocker, Fact, Holder};
 use crate::model::head::{Digest, HeadAt};
 use crate::model::lease::HolderKind;
 use crate::model::limits::{Limits, Size};
-use crate::model::session::{CloseMode, Disposition, OnBusy, Work};
+use crate::model::session::{CloseMode, Disposition, OnBusy, Seeded, Work};
 use crate::model::slice::Slice;
 use crate::model::workspace::Predecessor;
 
@@ -191,6 +191,10 @@ pub struct SessionView {
     pub labels: BTreeMap<String, String>,
     /// The last thing that went wrong.
     pub trouble: Option<String>,
+    /// Whose bytes it began with, if it did not begin empty: a bundle's, or a former session's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    pub seeded: Option<Seeded>,
 }
 
 /// A seal, or its end, under way.
@@ -298,6 +302,22 @@ pub struct ReadmitSession {
     /// Why; at most 4,096 bytes.
     #[serde(deserialize_with = "bounds::reason")]
     pub reason: String,
+}
+
+/// `bundle apply`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ApplyBundle {
+    /// The bundle's directory, on the agent's host.
+    pub bundle: PathText,
+    /// The person who takes the responsibility; at most 256 bytes.
+    #[serde(deserialize_with = "bounds::name")]
+    pub authorised_by: String,
+    /// Why; at most 4,096 bytes.
+    #[serde(deserialize_with = "bounds::reason")]
+    pub reason: String,
+    /// The terms of the new session; `force` is refused.
+    pub open: OpenSession,
 }
 
 /// `lease beat` with the token.

@@ -21,6 +21,7 @@ mod host;
 mod image;
 mod keeper;
 mod keeping;
+mod kept;
 mod kernel_facts;
 mod leases;
 mod main_job;
@@ -51,6 +52,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),

@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::host::{Host, SessionSocket};
+use super::keep;
 use super::slot::{Slot, draft};
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome};
@@ -115,7 +116,7 @@ impl Host {
     }
 
     /// The cgroup; made again if somebody removed it.
-    fn cgroup(&self, slot: &Slot) -> Result<Arc<Cgroup>, String> {
+    pub(super) fn cgroup(&self, slot: &Slot) -> Result<Arc<Cgroup>, String> {
         let mut inner = slot.lock();
         if let Some(cgroup) = &inner.cgroup {
             return Ok(Arc::clone(cgroup));
@@ -125,19 +126,27 @@ impl Host {
             Some(cgroup) => cgroup,
             None => self.make_cgroup(&inner.session).map_err(text)?,
         };
+        self.watch_cgroup(slot.id, &cgroup);
         let cgroup = Arc::new(cgroup);
         inner.cgroup = Some(Arc::clone(&cgroup));
         Ok(cgroup)
     }
 
     /// A freeze that `apply` could not prove at once.
-    fn freeze(&self, slot: &Slot, s: &Session) -> Answered {
+    fn freeze(self: &Arc<Self>, slot: &Arc<Slot>, s: &Session) -> Answered {
         let cgroup = self.cgroup(slot)?;
+        let begun = clock::now();
+        let blockers = keep::left_outside(self, slot);
         let answer = cgroup.freeze(s.policy.freeze_deadline).map_err(|fault| {
             // Somebody removed it: the next try makes it again.
             slot.lock().cgroup = None;
             text(fault)
         })?;
+        if !slot.lock().kept.together() {
+            // Who is outside holds it up; the next try follows at once.
+            clock::sleep_until(begun.plus(s.policy.freeze_deadline));
+            return Ok(vec![Event::FreezeLate { blockers }]);
+        }
         Ok(vec![match answer {
             Outcome::Proved(proof) => Event::Frozen { proof },
             Outcome::Late(blockers) => Event::FreezeLate { blockers },
@@ -193,6 +202,11 @@ impl Host {
         drop(tried.turn);
         match answer {
             ReadOnly::Granted(proof) => {
+                let holders = keep::rivals_of(slot);
+                if !holders.is_empty() {
+                    let answer = format!("{}, but that is not its only overlay", proof.answer);
+                    return Ok(vec![Event::Busy { proof: Proof { answer, ..proof }, holders }]);
+                }
                 let upper = Dir::open(&slot.dirs.upper).map_err(text)?;
                 let empty = changes::is_empty(upper.as_fd()).map_err(text)?;
                 Ok(vec![Event::ReadOnly { proof, empty }])
@@ -215,12 +229,17 @@ impl Host {
     }
 
     /// A closing session is asked to end first; everybody else is killed at once.
-    fn kill(&self, slot: &Slot, s: &Session) -> Answered {
+    fn kill(self: &Arc<Self>, slot: &Arc<Slot>, s: &Session) -> Answered {
         let cgroup = self.cgroup(slot)?;
+        // A kill meets only who is in there.
+        keep::gather(self, slot);
         if s.state == State::Releasing {
             self.ask_to_end(slot, &cgroup);
         }
         match cgroup.kill(KILL).map_err(text)? {
+            Outcome::Proved(_) if !keep::gather(self, slot) => {
+                Err("killed, but processes of it were outside of its cgroup".to_owned())
+            }
             Outcome::Proved(proof) => Ok(vec![Event::Killed { proof }]),
             Outcome::Late(blockers) => Err(format!(
                 "killed but not gone: {}",
@@ -390,9 +409,7 @@ impl Host {
         match answer {
             Unmount::Done | Unmount::NotMounted => {}
             Unmount::Busy if !tried.last => return Ok(vec![]),
-            Unmount::Busy => {
-                return Err("umount: EBUSY, somebody in this namespace uses it".to_owned());
-            }
+            Unmount::Busy => return Err(self.who_uses_it(slot)),
         }
         if let Some(image) = &slot.dirs.image {
             return self.prove_image_gone(slot, image, tried.last);
@@ -418,21 +435,6 @@ impl Host {
                 Ok(vec![Event::Gone { proof }])
             }
             None => Err(self.who_keeps_it(slot)),
-        }
-    }
-
-    /// Who keeps a superblock alive that was unmounted here.
-    pub(super) fn who_keeps_it(&self, slot: &Slot) -> String {
-        let place = self.paths.cgroup(&slot.session());
-        let s_dev = slot.lock().s_dev;
-        let found = s_dev.map(|s_dev| holders::all(s_dev, &slot.dirs.upper, &place));
-        let names: Vec<_> = match found {
-            Some(Ok(found)) => found.iter().take(3).map(ToString::to_string).collect(),
-            Some(Err(_)) | None => vec![],
-        };
-        match names.is_empty() {
-            true => "the superblock lives, and nobody who holds it can be named".to_owned(),
-            false => format!("the superblock lives: {}", names.join("; ")),
         }
     }
 

@@ -310,9 +310,18 @@ impl Host {
             return Cgroup::create(&path);
         }
         self.enable_limits(&s.limits)?;
+        self.events.add_parent(&self.paths.cgroups)?;
         let cgroup = Cgroup::create(&path)?;
         limits::apply(cgroup.path(), &s.limits)?;
         Ok(cgroup)
+    }
+
+    /// Watches the cgroup that a session has now, in place of one that it had.
+    pub fn watch_cgroup(&self, id: SessionId, cgroup: &Cgroup) {
+        self.events.remove(id);
+        if let Err(fault) = self.events.add(id, cgroup) {
+            tracing::error!(OVERFENCE_SESSION = %id, "its cgroup is not watched: {}", text(fault));
+        }
     }
 
     /// Has what limits need in the sessions' cgroups, or says what is missing.

@@ -317,6 +317,7 @@ impl Host {
             seal: false,
             upper_freeze: UpperFreeze::Off,
             blockers: vec![],
+            altered: None,
             unknown: BTreeMap::new(),
             disposition: None,
             witnessed: Duration::ZERO,

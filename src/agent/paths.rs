@@ -104,6 +104,11 @@ impl Paths {
         self.runtime_of(id).join("inside")
     }
 
+    /// Who was in the session's cgroup when that was proved frozen.
+    pub fn members_of(&self, id: SessionId) -> PathBuf {
+        self.runtime_of(id).join("members")
+    }
+
     /// Who the session's init is.
     pub fn init_of(&self, id: SessionId) -> PathBuf {
         self.runtime_of(id).join("init.json")

@@ -253,7 +253,10 @@ impl Host {
     /// the step that follows.
     fn remake_cgroup(&self, slot: &Arc<Slot>) {
         match self.make_cgroup(&slot.session()) {
-            Ok(cgroup) => slot.lock().cgroup = Some(Arc::new(cgroup)),
+            Ok(cgroup) => {
+                self.watch_cgroup(slot.id, &cgroup);
+                slot.lock().cgroup = Some(Arc::new(cgroup));
+            }
             Err(fault) => {
                 tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the cgroup could not be made again: {}", text(fault))
             }

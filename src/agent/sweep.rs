@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use super::effects::text;
 use super::host::Host;
+use super::keep;
 use super::pulse::Part;
 use super::slot::Slot;
+use crate::kernel::rivals::Scope;
 use crate::kernel::{clock, overlay};
 use crate::model::facts::Fact;
 use crate::model::session::{Session, State};
@@ -27,6 +29,7 @@ pub async fn run(host: Arc<Host>) {
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut pass = tokio::spawn(self::pass(Arc::clone(&host), Some(Duration::ZERO), started));
+    let mut looks = spawn_looks(&host, Looks { members: started, uppers: started });
     let mut ticks: u32 = 0;
     while !host.stopping() {
         tick.tick().await;
@@ -37,6 +40,10 @@ pub async fn run(host: Arc<Host>) {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {
                 host.apply(&slot, Event::Tick { now }, "agent");
             }
+        }
+        if looks.is_finished() {
+            let next = (&mut looks).await.unwrap_or(Looks { members: now, uppers: now });
+            looks = spawn_looks(&host, next);
         }
         // What may wait for a disk is not waited for: retries go on meanwhile.
         if !pass.is_finished() {
@@ -52,6 +59,30 @@ pub async fn run(host: Arc<Host>) {
         let witnessed = due.then(|| since.min(host.config.preserve.sweep * 2));
         pass = tokio::spawn(self::pass(Arc::clone(&host), witnessed, started));
     }
+}
+
+/// When the next looks at all stopped sessions are due.
+#[derive(Clone, Copy)]
+struct Looks {
+    members: BootNs,
+    uppers: BootNs,
+}
+
+fn spawn_looks(host: &Arc<Host>, due: Looks) -> tokio::task::JoinHandle<Looks> {
+    let host = Arc::clone(host);
+    tokio::task::spawn_blocking(move || {
+        let begun = clock::now();
+        let mut next = due;
+        if begun >= due.members {
+            for slot in host.unsettled() {
+                keep::gather(&host, &slot);
+            }
+            let now = clock::now();
+            next.members = now.plus(TICK.max(now.since(begun) * keep::REST));
+        }
+        next.uppers = keep::uppers(&host, due.uppers);
+        next
+    })
 }
 
 async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
@@ -81,6 +112,8 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     let mut states: BTreeMap<State, u64> = BTreeMap::new();
     let mut missing: BTreeMap<Fact, u64> = BTreeMap::new();
     let (mut fenced, mut held, mut bytes) = (0, 0, 0);
+    keep::gather_by_namespace(host);
+    keep::rivals(host, Scope::Everywhere);
     for slot in host.slots() {
         super::watch::look(host, &slot);
         check_read_only(host, &slot);

@@ -44,6 +44,7 @@ impl Host {
             sealing: inner.sealing.as_ref().map(|(what, progress)| sealing(what, progress)),
             holders: s.holders.clone(),
             blockers: s.blockers.clone(),
+            altered: s.altered.clone(),
             base: s.base.clone(),
             expected: s.expected.clone(),
             work: s.work.clone(),

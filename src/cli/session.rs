@@ -475,6 +475,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("merged", Some(session.merged.0.clone())),
         ("upper", Some(upper(session))),
         ("cgroup", Some(format!("{} ({} processes)", session.cgroup.0, session.processes))),
+        ("altered", session.altered.clone()),
         ("trouble", session.trouble.clone()),
         ("began with", session.seeded.as_ref().map(seeded)),
     ]);

@@ -346,6 +346,9 @@ pub struct Session {
     pub upper_freeze: UpperFreeze,
     /// Who did not freeze in time.
     pub blockers: Vec<Blocker>,
+    /// What somebody changed in the upper, past the overlay, since the session was proved read-only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub altered: Option<String>,
     /// Publications without a known outcome, and the layer each offered. They are resolved at the
     /// authority, never sent again under another key (I7).
     pub unknown: BTreeMap<PublicationKey, Digest>,
@@ -426,7 +429,7 @@ impl Session {
     pub fn may_resume(&self) -> bool {
         let early = self.state == State::Fencing && !self.facts.has(Fact::Killed);
         let policy = self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed;
-        let doubt = matches!(self.loss, Some(Loss::Doubt { .. }));
+        let doubt = matches!(self.loss, Some(Loss::Doubt { .. })) && self.altered.is_none();
         policy && doubt && (early || self.readmittable().is_ok())
     }
 
@@ -443,9 +446,11 @@ impl Session {
         }
     }
 
-    /// Whether this session, fenced only for doubt, may come back by policy.
+    /// Whether this session, fenced only for doubt, may come back by policy. Upon an upper that
+    /// somebody else changed a person lets it run, or nobody.
     pub fn resumable_by_policy(&self) -> bool {
         self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed
+            && self.altered.is_none()
             && matches!(self.loss, Some(Loss::Doubt { .. }))
             && self.readmittable().is_ok()
     }

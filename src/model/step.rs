@@ -14,7 +14,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::code::Code;
-use super::facts::{Blocker, Fact, Holder, Proof};
+use super::facts::{Blocker, Fact, Holder, Proof, Stray};
 use super::head::{Digest, HeadAt};
 use super::ids::{BootId, Generation, LeaseId, PublicationKey};
 use super::session::{
@@ -113,6 +113,11 @@ pub enum Event {
         /// What was read.
         seen: String,
     },
+    /// Somebody moved processes of it out of its cgroup; those that could be were brought back.
+    MovedOut {
+        /// Which.
+        strays: Vec<Stray>,
+    },
     /// The overlay is read-only and the probe got EROFS.
     ReadOnly {
         /// The kernel's answer.
@@ -127,9 +132,14 @@ pub enum Event {
         /// Who holds it.
         holders: Vec<Holder>,
     },
-    /// Somebody made it writable again.
+    /// Somebody made it writable again, or put a second overlay on its upper.
     ReadOnlyLost {
         /// What was read.
+        seen: String,
+    },
+    /// Somebody changed the upper of a read-only session, past its overlay.
+    UpperChanged {
+        /// What was found.
         seen: String,
     },
     /// The files and directories of the upper carry the flag.
@@ -326,9 +336,11 @@ fn taken(s: &mut Session, event: &Event) -> Step {
         Event::Frozen { proof } => on_frozen(s, proof),
         Event::FreezeLate { blockers } => on_freeze_late(s, blockers),
         Event::ForeignThaw { .. } => on_foreign_thaw(s),
+        Event::MovedOut { .. } => on_moved_out(s),
         Event::ReadOnly { proof, empty } => on_read_only(s, proof, *empty),
         Event::Busy { proof, holders } => on_busy(s, proof, holders),
         Event::ReadOnlyLost { .. } => on_read_only_lost(s),
+        Event::UpperChanged { seen } => on_upper_changed(s, seen),
         Event::Sealed { proof } => on_sealed(s, proof),
         Event::SealLost { .. } => on_seal_lost(s),
         Event::Unsealed { .. } => on_unsealed(s),
@@ -359,6 +371,7 @@ fn taken(s: &mut Session, event: &Event) -> Step {
 
 mod effect;
 mod fence;
+mod foreign;
 mod hold;
 mod image;
 mod lifecycle;
@@ -370,6 +383,7 @@ use fence::{
     lose, on_busy, on_fence_asked, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only,
     on_read_only_lost, on_tick, writable_again,
 };
+use foreign::{on_moved_out, on_upper_changed};
 use hold::{
     on_capture_refused, on_captured, on_checkpoint_asked, on_close_asked, on_published,
     on_readmitted, on_released, on_thawed, on_writable,

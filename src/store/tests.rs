@@ -66,6 +66,7 @@ fn session(n: u128) -> Session {
         seal: false,
         upper_freeze: Default::default(),
         blockers: Vec::new(),
+        altered: None,
         unknown: BTreeMap::from([(PublicationKey::from_u128(5), Digest([6; 32]))]),
         disposition: None,
         witnessed: std::time::Duration::ZERO,

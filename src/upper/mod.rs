@@ -33,6 +33,7 @@ pub mod diff;
 mod empty;
 pub mod layer;
 pub mod lowers;
+pub mod print;
 pub mod rebase;
 pub mod remove;
 #[cfg(test)]

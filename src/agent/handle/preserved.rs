@@ -8,6 +8,7 @@ use super::{Agent, PATIENCE, actor, denied, internal, of_upper};
 use crate::agent::effects::capture_delta;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
+use crate::agent::keep;
 use crate::agent::slot::{Applied, Inner, Slot};
 use crate::model::code::Code;
 use crate::model::facts::Fact;
@@ -173,8 +174,8 @@ struct MadeBundle {
 /// The upper goes into a bundle by way of a layer store of its own, so that bytes which are given up
 /// later are in no store that outlives the export.
 fn export(
-    host: &Host,
-    slot: &Slot,
+    host: &Arc<Host>,
+    slot: &Arc<Slot>,
     actor: &str,
     dest: Option<PathBuf>,
 ) -> Result<MadeBundle, Failure> {
@@ -197,6 +198,8 @@ fn export(
         |dest| (dest, Readers::Usual),
     );
     bundle::refuse_taken(&to.0).map_err(of_upper)?;
+    // Whoever changed it meanwhile is in the bundle's evidence.
+    keep::upper(host, slot);
     let scratch = host.paths.exports.join(PublicationKey::fresh().to_string());
     // Nobody waits for a bundle of what is being removed, readmitted, or served by no agent.
     let stop = || {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::{Agent, Sign, actor, internal, of_upper, unavailable, workspace_id, workspaces};
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
+use crate::agent::keep;
 use crate::agent::open::{Wish, hash_token};
 use crate::agent::slot::{Applied, Inner, LeaseClock, Slot, draft, take_journal};
 use crate::agent::view;
@@ -347,6 +348,8 @@ impl Agent {
         }
         let (asked, who) = (Arc::clone(&slot), actor(by));
         self.blocking(move |host| {
+            // Who takes the responsibility finds it in the evidence.
+            keep::upper(host, &asked);
             host.readmit_now(&asked, &who, &wish.authorised_by, &wish.reason)
         })
         .await?;

@@ -322,6 +322,7 @@ impl World {
             seal: false,
             upper_freeze: Default::default(),
             blockers: Vec::new(),
+            altered: None,
             unknown: BTreeMap::new(),
             disposition: None,
             witnessed: Duration::ZERO,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{Applied, Inner, Slot, take_journal};
 use crate::agent::effects::{AGAIN, TEARDOWN, Try, syncs, tried_again};
 use crate::agent::host::Host;
-use crate::agent::tell;
+use crate::agent::{keep, tell};
 use crate::kernel::clock;
 use crate::model::journal::Journal;
 use crate::model::session::{Session, State};
@@ -39,6 +39,7 @@ impl Host {
     /// The worker: record first, then one effect, until nothing is left.
     fn work(self: &Arc<Self>, slot: &Arc<Slot>) {
         loop {
+            keep::remember(self, slot);
             let mut inner = slot.lock();
             let journal = take_journal(&mut inner);
             let effect = inner.queue.pop_front();

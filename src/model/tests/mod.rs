@@ -1,5 +1,6 @@
 //! Tests of the rules: a table of the steps that matter, and properties over random sequences.
 
+mod foreign;
 mod image;
 mod properties;
 mod seal;
@@ -68,6 +69,7 @@ fn session(state: State) -> Session {
         seal: false,
         upper_freeze: Default::default(),
         blockers: Vec::new(),
+        altered: None,
         unknown: BTreeMap::new(),
         disposition: None,
         witnessed: Duration::ZERO,

@@ -165,6 +165,9 @@ pub struct SessionView {
     /// Who does not freeze.
     #[schema(value_type = Vec<Object>)]
     pub blockers: Vec<Blocker>,
+    /// What somebody changed in the upper, past the overlay, since it was proved read-only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub altered: Option<String>,
     /// What was mounted.
     #[schema(value_type = Object)]
     pub base: HeadAt,

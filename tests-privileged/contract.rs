@@ -112,6 +112,17 @@ fn json_alone(place: &Place) {
     std::fs::write(&ticket, text(&opened["ticket"])).unwrap();
     assert_eq!(asked.of("ticket verify", &[ticket.to_str().unwrap()])["session"], id.as_str());
     assert_eq!(asked.of("session checkpoint", &[&id])["at"]["version"], 2);
+    let key = text(&asked.of("publication list", &["-w", "w", "--all"])[0]["key"]);
+    assert_eq!(asked.of("publication show", &[&key])["state"], "COMMITTED");
+    assert_eq!(asked.of("publication resolve", &[&key])["version"], 2);
+    asked.of("publication assign", &[&key, "ann"]);
+    let task = ["--task", "t", "--key", "k", "--about", "a test"];
+    assert_eq!(asked.of("request begin", &[&[&*id], &task[..]].concat())["result"], "begun");
+    assert_eq!(asked.of("request assign", &["k", "ann", "-w", "w"])["assignee"], "ann");
+    assert_eq!(asked.of("request ack", &["k", "done", "-w", "w"])["state"], "SETTLED");
+    let why = ["k", "done", "-w", "w", "--reason", "asked"];
+    assert_eq!(asked.of("request resolve", &why)["settled_how"], "ack");
+    assert_eq!(asked.of("request list", &["-w", "w", "--all"])[0]["outcome"], "done");
     asked.of("fence", &[&id, "--wait", "--reason", "a test"]);
     asked.of("readmit", &[&id, "--authorised-by", "ann", "--reason", "a test"]);
     asked.of("session close", &[&id, "--checkpoint"]);
@@ -162,6 +173,8 @@ fn empty_lists(place: &Place) {
         ("session list", "session"),
         ("lease list", "lease"),
         ("preserved list", "preserved"),
+        ("publication list", "publication"),
+        ("request list", "request"),
     ] {
         let words: Vec<&str> = verb.split(' ').collect();
         let (out, json) = (ask(&host, &words), ask(&host, &[&words[..], &["-o", "json"]].concat()));

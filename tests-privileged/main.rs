@@ -18,12 +18,14 @@ mod delta;
 mod demo;
 mod full_disk;
 mod host;
+mod hostile;
 mod image;
 mod keeper;
 mod keeping;
 mod kept;
 mod kernel_facts;
 mod leases;
+mod ledger;
 mod main_job;
 mod needs;
 mod openapi;
@@ -52,6 +54,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
         ("races", races::tests()),
+        ("ledger", ledger::tests()),
         ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
@@ -61,6 +64,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("delta", delta::tests()),
+        ("hostile", hostile::tests()),
         ("keeping", keeping::tests()),
         ("round_trip", round_trip::tests()),
         ("bring_back", bring_back::tests()),

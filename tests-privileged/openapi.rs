@@ -170,6 +170,19 @@ fn served(place: &Place) {
     api.good("post", "/v1/sessions/{id}/exec", &id, "", none.clone());
     std::fs::write(path_of(&opened["session"], "merged").join("f"), "x").unwrap();
     api.good("post", "/v1/sessions/{id}/checkpoint", &id, "", none.clone());
+    let request = json!({ "task": "t", "key": "k", "about": "x", "assignee": "ann" });
+    api.good("post", "/v1/sessions/{id}/requests", &id, "", request);
+    let given = json!({ "key": "k", "assignee": "bob" });
+    api.good("post", "/v1/workspaces/{id}/requests/assign", "w", "", given);
+    let told = json!({ "key": "k", "outcome": "done", "note": "x" });
+    api.good("post", "/v1/workspaces/{id}/requests/ack", "w", "", told.clone());
+    api.good("post", "/v1/workspaces/{id}/requests/resolve", "w", "", told);
+    api.good("get", "/v1/requests", "", "?all=true", none.clone());
+    let rows = api.good("get", "/v1/publications", "", "?workspace=w&all=true", none.clone());
+    let key = rows[0]["key"].as_str().unwrap().to_owned();
+    api.good("get", "/v1/publications/{id}", &key, "", none.clone());
+    api.good("post", "/v1/publications/{id}/resolve", &key, "", none.clone());
+    api.good("post", "/v1/publications/{id}/assign", &key, "", json!({ "assignee": "ann" }));
     for (path, of, query) in [
         ("/v1/workspaces", "", ""),
         ("/v1/workspaces/{id}", "w", ""),
@@ -259,11 +272,15 @@ fn refused(place: &Place) {
             let body = match name.rsplit('/').next().unwrap() {
                 "Beat" => json!({ "token": "x" }),
                 "KeepSession" => json!({ "for_ms": 1 }),
+                "BeginRequest" => json!({ "task": "t", "key": "k" }),
+                "SettleRequest" => json!({ "key": "k", "outcome": "done", "note": "x" }),
+                "AssignRequest" => json!({ "key": "k", "assignee": "x" }),
+                "AssignPublication" => json!({ "assignee": "x" }),
                 "ReadmitSession" => json!({ "authorised_by": "x", "reason": "x" }),
                 _ => json!({}),
             };
             let code = ask(&template.replace("{id}", "0123"), &body.to_string());
-            let wanted = ["unknown_session", "unknown_workspace", "unknown_lease"];
+            let wanted = ["unknown_session", "unknown_workspace", "unknown_lease", "not_found"];
             assert!(wanted.contains(&&*code), "{method} {template}: {code}");
         }
     }

@@ -28,7 +28,8 @@ pub fn tests() -> Vec<Test> {
     ]
 }
 
-/// Which sequences are tried; another one, for a longer search: `OVERFENCE_TEST_SEED`.
+/// Which sequences are tried, and how many; for a longer search `OVERFENCE_TEST_SEED` and
+/// `OVERFENCE_TEST_ROUNDS`.
 const SEED: u64 = 20_261_130;
 const ROUNDS: u64 = 12;
 const STEPS: usize = 900;
@@ -57,9 +58,10 @@ fn mount(args: &[&str], at: &Path) {
 }
 
 fn rounds(at: &Path) {
-    let from = std::env::var("OVERFENCE_TEST_SEED").ok();
-    let from: u64 = from.map_or(SEED, |text| text.parse().unwrap());
-    for seed in from..from + ROUNDS {
+    let set =
+        |name: &str, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
+    let from = set("OVERFENCE_TEST_SEED", SEED);
+    for seed in from..from + set("OVERFENCE_TEST_ROUNDS", ROUNDS) {
         eprintln!("seed {seed}");
         let dir = at.join(seed.to_string());
         std::fs::create_dir(&dir).unwrap();

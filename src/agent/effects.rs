@@ -354,10 +354,19 @@ impl Host {
     }
 
     fn publish(&self, s: &Session, key: PublicationKey, layer: Digest) -> Answered {
-        let outcome = match self.offer(s, key, layer, s.expected.clone()) {
+        let outcome = match self.offer(s, &Publish::of(s, key, layer)) {
             Ok(Ok(at)) => Published::Committed { at },
             Ok(Err(refusal)) => Published::Refused { refusal },
-            Err(why) => Published::Unknown { why },
+            Err(why) => {
+                // For others to see; the session's own record keeps it in any case.
+                failpoint::hit("authority.doubt.before");
+                let told = self.authority.doubt(&s.workspace, key, &why);
+                failpoint::hit("authority.doubt.after");
+                if let Err(fault) = told {
+                    tracing::warn!(OVERFENCE_SESSION = %s.id, "{}", text(fault));
+                }
+                Published::Unknown { why }
+            }
         };
         Ok(vec![Event::Published { key, outcome }])
     }
@@ -366,24 +375,15 @@ impl Host {
     pub fn offer(
         &self,
         s: &Session,
-        key: PublicationKey,
-        layer: Digest,
-        expected: crate::model::head::HeadAt,
+        wish: &Publish,
     ) -> Result<Result<crate::model::head::HeadAt, Refusal>, String> {
-        let wish = Publish {
-            workspace: s.workspace.clone(),
-            lease: s.lease,
-            generation: s.generation,
-            session: s.id,
-            expected,
-            key,
-            layer,
-        };
         let rider = |outcome: &Result<_, Refusal>| {
             let detail = serde_json::json!({ "offered": wish, "answer": outcome });
             Journal { sessions: vec![], entries: vec![draft("publication", s, "agent", detail)] }
         };
-        let answer = self.authority.publish(&wish, Box::new(rider)).map_err(text)?;
+        failpoint::lost("authority.publish.before")?;
+        let answer = self.authority.publish(wish, Box::new(rider)).map_err(text)?;
+        failpoint::lost("authority.publish.after")?;
         if let Err(refusal) = &answer {
             self.metrics.refused(refusal.code);
         }
@@ -391,10 +391,28 @@ impl Host {
     }
 
     fn resolve(&self, s: &Session, key: PublicationKey) -> Answered {
-        let outcome = match self.authority.resolve(&s.workspace, key).map_err(text)? {
+        failpoint::lost("authority.resolve.before")?;
+        let found = self
+            .authority
+            .resolve(&s.workspace, key, crate::authority::no_rider())
+            .map_err(text)?;
+        failpoint::hit("authority.resolve.after");
+        let refused = |code| Published::Refused { refusal: Refusal { code, current: None } };
+        let outcome = match found {
             KeyState::Committed { at, .. } => Published::Committed { at },
-            KeyState::Buried | KeyState::Unused => {
-                Published::Refused { refusal: Refusal { code: Code::KeyBuried, current: None } }
+            KeyState::Rejected { code } => refused(code),
+            KeyState::Buried => refused(Code::KeyBuried),
+            // Forgotten is not "not committed": the bytes stay until a person decides.
+            KeyState::Forgotten
+            | KeyState::Unused
+            | KeyState::Prepared
+            | KeyState::Sent
+            | KeyState::Unknown { .. } => {
+                return Err(format!(
+                    "publication {key} is {}: {}",
+                    found.word(),
+                    Code::KeyForgotten.meaning()
+                ));
             }
         };
         Ok(vec![Event::Published { key, outcome }])

@@ -116,6 +116,8 @@ pub struct HostState {
     pub preserved_bytes: u64,
     /// Sessions that were closed since the last sweep.
     pub closed: u64,
+    /// When old publications were last forgotten.
+    pub pruned: Option<BootNs>,
 }
 
 /// What [`Host::new`] is made of.

@@ -25,6 +25,7 @@ use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
+use crate::model::ledger::Unresolved;
 use crate::model::limits::Limits;
 use crate::model::session::{FenceWish, Loss, Policy, RunAs, Seeded, Session, State, UpperFreeze};
 use crate::model::slice::Slice;
@@ -47,6 +48,8 @@ pub struct Made {
     pub ticket: String,
     /// Who wrote before.
     pub predecessor: Option<Predecessor>,
+    /// What former writers left without a known outcome.
+    pub unresolved: Vec<Unresolved>,
 }
 
 /// What a session begins with in place of an empty upper.
@@ -229,7 +232,8 @@ impl Host {
                 if s.state != State::Active {
                     return Err(super::handle::denied(&s, Code::LeaseLost));
                 }
-                Ok(Made { slot, token, ticket, predecessor: acquired.predecessor })
+                let (predecessor, unresolved) = (acquired.predecessor, acquired.unresolved);
+                Ok(Made { slot, token, ticket, predecessor, unresolved })
             }
             Err(failure) => {
                 self.apply(&slot, Event::OpenFailed { why: failure.message.clone() }, "agent");

@@ -11,9 +11,12 @@ use super::host::Host;
 use super::keep;
 use super::pulse::Part;
 use super::slot::Slot;
+use crate::authority::PRUNED;
+use crate::failpoint;
 use crate::kernel::rivals::Scope;
 use crate::kernel::{clock, overlay};
 use crate::model::facts::Fact;
+use crate::model::ledger::Which;
 use crate::model::session::{Session, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
@@ -105,8 +108,40 @@ async fn sweep(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result
         .map_err(|e| e.to_string())?
 }
 
+/// How long the ledger keeps what became of a publication.
+const KEPT: Duration = Duration::from_secs(90 * 86_400);
+/// How often it is looked for what is older.
+const PRUNE: Duration = Duration::from_secs(3600);
+
+/// Counts what has no known outcome; now and then forgets what is old.
+fn ledger(host: &Host) -> Result<(), String> {
+    let open = Which { workspace: None, open: true, limit: usize::MAX };
+    let publications = host.authority.publications(&open).map_err(text)?.len();
+    let requests = host.authority.requests(&open).map_err(text)?.len();
+    host.metrics.unresolved(publications, requests);
+    let now = clock::now();
+    if host.shown().pruned.is_some_and(|last| now.since(last) < PRUNE) {
+        return Ok(());
+    }
+    let before = jiff::Timestamp::now().as_duration().unsigned_abs().saturating_sub(KEPT);
+    let before_ms = u64::try_from(before.as_millis()).unwrap_or(0);
+    failpoint::hit("authority.prune.before");
+    let pruned = host.authority.prune(before_ms).map_err(text)?;
+    failpoint::hit("authority.prune.after");
+    if pruned > 0 {
+        tracing::info!("forgot {pruned} publication(s) that were answered over 90 days ago");
+    }
+    // More of the same is left where a call removed all it may.
+    host.shown().pruned = (pruned < PRUNED).then_some(now);
+    Ok(())
+}
+
 fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(), String> {
     host.store.anchor().map_err(text)?;
+    // What the authority does not answer now keeps no session from being looked at.
+    if let Err(why) = ledger(host) {
+        tracing::warn!("the ledger was not looked at: {why}");
+    }
     let may_delete = clock::now().since(started) >= host.config.preserve.min_notice;
     let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);
     let mut states: BTreeMap<State, u64> = BTreeMap::new();

@@ -18,8 +18,10 @@ mod gc;
 mod lease;
 mod parse;
 mod preserved;
+mod publication;
 #[cfg(test)]
 mod reference;
+mod request;
 mod run;
 mod session;
 mod status;
@@ -124,6 +126,12 @@ pub enum Verb {
     /// Patch bundles: exported deltas. All but `apply` needs neither agent nor root.
     #[command(subcommand)]
     Bundle(bundle::Verb),
+    /// Publications: what was offered to the authority, and what it answered.
+    #[command(subcommand)]
+    Publication(publication::Verb),
+    /// External requests: what a writer asks of others, once, and what became of it.
+    #[command(subcommand)]
+    Request(request::Verb),
     /// Remove what is safe to delete.
     Gc(gc::Gc),
     /// The chained record of what was decided and what the kernel answered.
@@ -232,6 +240,8 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
         Verb::Ticket(verb) => ticket::main(context, verb),
         Verb::Preserved(verb) => preserved::main(context, verb),
         Verb::Bundle(verb) => bundle::main(context, verb),
+        Verb::Publication(verb) => publication::main(context, verb),
+        Verb::Request(verb) => request::main(context, verb),
         Verb::Gc(wish) => gc::main(context, wish),
         Verb::Drain(wish) => drain::main(context, &wish),
         Verb::Status => status::main(context),

@@ -393,6 +393,17 @@ pub(super) fn lost(view: &SessionView) -> Option<Failure> {
     Some(Failure::new(Code::LeaseLost, message))
 }
 
+/// What former writers left without a known outcome, for the new one to see first.
+pub(super) fn unresolved(opened: &Opened) -> Option<String> {
+    let told = opened.unresolved.iter().map(|left| {
+        let task = left.task.as_ref().map(|task| format!(" of task {task}")).unwrap_or_default();
+        let by = left.generation.map(|g| format!(" by generation {g}")).unwrap_or_default();
+        let of = left.assignee.as_ref().map(|who| format!(", assigned to {who}"));
+        format!("{} {}{task}{by}{}", left.kind, left.key, of.unwrap_or_default())
+    });
+    Some(told.collect::<Vec<_>>().join("; ")).filter(|told| !told.is_empty())
+}
+
 pub(super) fn opened(opened: &Opened) -> String {
     let session = &opened.session;
     let predecessor = opened.predecessor.as_ref();
@@ -413,6 +424,7 @@ pub(super) fn opened(opened: &Opened) -> String {
                 )
             }),
         ),
+        ("unresolved", unresolved(opened)),
     ])
 }
 

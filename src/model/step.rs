@@ -403,10 +403,15 @@ fn begin_deleting(s: &mut Session, why: Disposition) -> Step {
 }
 
 /// Drops what is under way; a publication whose answer is still out becomes UNKNOWN, so that its
-/// bytes stay until the authority resolved it.
+/// bytes stay until the authority resolved it. So does one that was only prepared: the ledger may
+/// know of it, and somebody has to end it there.
 fn abandon_work(s: &mut Session) {
     if let Some(
-        Work::Checkpoint { key, stage: Stage::Publishing { layer }, .. }
+        Work::Checkpoint {
+            key,
+            stage: Stage::Publishing { layer } | Stage::Thawing { layer: Some(layer) },
+            ..
+        }
         | Work::Close { key, stage: Stage::Publishing { layer }, .. },
     ) = s.work.take()
     {

@@ -4,6 +4,7 @@
 mod bounds;
 mod diff;
 mod host;
+mod ledger;
 mod session;
 
 use std::collections::BTreeMap;
@@ -18,6 +19,10 @@ pub use diff::{Aspect, Change, DiffLine, DiffRow, DiffSummary, FileKind, Mark, T
 pub use host::{
     DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport, KeepSession,
     PreservedView, SpaceView, StatusView,
+};
+pub use ledger::{
+    AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,
+    SettleRequest,
 };
 pub use session::{
     ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
@@ -42,6 +47,9 @@ pub struct Problem {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub current: Option<super::workspace::Current>,
+    /// The external request that stands in the way, or that was recorded all the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request: Option<RequestView>,
 }
 
 /// `workspace create`.

@@ -3,12 +3,14 @@
 
 mod delta;
 mod drain;
+mod ledger;
 mod preserved;
 mod seed;
 mod sessions;
 mod workspaces;
 
 pub use delta::Told;
+pub use ledger::Listed;
 pub(super) use sessions::denied;
 
 use std::sync::Arc;

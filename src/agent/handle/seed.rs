@@ -35,8 +35,8 @@ impl Agent {
         let by = by.clone();
         let made = self.blocking(move |host| apply(host, &by, wish)).await?;
         let session = self.session_view(&made.slot);
-        let Made { token, ticket, predecessor, .. } = made;
-        Ok(Opened { session, token, ticket, predecessor })
+        let Made { token, ticket, predecessor, unresolved, .. } = made;
+        Ok(Opened { session, token, ticket, predecessor, unresolved })
     }
 
     /// Readmits a session that has no process to run on, as a new one on a copy of its upper. What was

@@ -25,7 +25,7 @@ use crate::model::view::{
     BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened,
     ReadmitSession, SessionView,
 };
-use crate::model::workspace::{Acquire, Acquired, Refusal};
+use crate::model::workspace::{Acquire, Acquired, Publish, Refusal};
 use crate::store::Durability;
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Source};
@@ -57,6 +57,7 @@ impl Agent {
             token: made.token,
             ticket: made.ticket,
             predecessor: made.predecessor,
+            unresolved: made.unresolved,
         })
     }
 
@@ -200,8 +201,8 @@ impl Agent {
         let never = HeadAt { version: Version(u64::MAX), head: s.expected.head.clone() };
         let asked = self
             .blocking(move |host| {
-                host.offer(&s, key, Digest([0; 32]), never)
-                    .map_err(|e| Failure::new(Code::AuthorityUnavailable, e))
+                let wish = Publish { expected: never, ..Publish::of(&s, key, Digest([0; 32])) };
+                host.offer(&s, &wish).map_err(|e| Failure::new(Code::AuthorityUnavailable, e))
             })
             .await;
         match asked {

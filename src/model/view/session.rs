@@ -10,6 +10,7 @@ use crate::model::backing::UpperKind;
 use crate::model::facts::{Blocker, Fact, Holder};
 use crate::model::head::{Digest, HeadAt};
 use crate::model::lease::HolderKind;
+use crate::model::ledger::Unresolved;
 use crate::model::limits::{Limits, Size};
 use crate::model::session::{CloseMode, Disposition, OnBusy, Seeded, Work};
 use crate::model::slice::Slice;
@@ -102,6 +103,10 @@ pub struct Opened {
     /// Who wrote before, if anybody did.
     #[schema(value_type = Option<Object>)]
     pub predecessor: Option<Predecessor>,
+    /// Publications and external requests that former writers left without a known outcome.
+    #[serde(default)]
+    #[schema(value_type = Vec<Object>)]
+    pub unresolved: Vec<Unresolved>,
 }
 
 /// A session.

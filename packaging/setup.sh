@@ -2,7 +2,8 @@
 # What `make` needs of a Debian host, checked and, where root may, installed.
 #
 #   packaging/setup.sh build          compile
-#   packaging/setup.sh run            compile, and run overfence here: root, kernel, bubblewrap
+#   packaging/setup.sh run            compile, and run overfence here: root, kernel, bubblewrap,
+#                                   mkfs.ext4 for uppers in images
 #   packaging/setup.sh test           as `run` when root, as `build` otherwise
 #
 # NO_INSTALL=1 installs nothing: what is missing is listed and the exit code is 1. Every refusal is
@@ -75,8 +76,8 @@ need_rust() {
 }
 
 build=(gcc libc6-dev make ca-certificates)
-run=(bubblewrap)
-test=(e2fsprogs util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils podman runc)
+run=(bubblewrap e2fsprogs)
+test=(util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils podman runc)
 
 cd "$(dirname "$0")/.."
 case ${1:-} in

@@ -1,6 +1,7 @@
 //! Tests of the rules: a table of the steps that matter, and properties over random sequences.
 
 mod foreign;
+mod image;
 mod properties;
 mod seal;
 mod table;
@@ -49,6 +50,7 @@ fn session(state: State) -> Session {
         run_as: RunAs { uid: 1000, gid: 1000, mapped: false, host_network: false },
         limits: Default::default(),
         external: None,
+        upper: Default::default(),
         ttl: Duration::from_secs(30),
         ends: BootNs(1 << 60),
         base: HeadAt::default(),
@@ -65,6 +67,7 @@ fn session(state: State) -> Session {
         holders: Vec::new(),
         busy_since: None,
         seal: false,
+        upper_freeze: Default::default(),
         blockers: Vec::new(),
         altered: None,
         unknown: BTreeMap::new(),

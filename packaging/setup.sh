@@ -4,6 +4,7 @@
 #   packaging/setup.sh build          compile
 #   packaging/setup.sh run            compile, and run overfence here: root, kernel, bubblewrap
 #   packaging/setup.sh test           as `run` when root, as `build` otherwise
+#   packaging/setup.sh bench          as `run`, and the container engines to measure beside
 #
 # NO_INSTALL=1 installs nothing: what is missing is listed and the exit code is 1. Every refusal is
 # one line that says what to do.
@@ -65,6 +66,17 @@ need_packages() {
         die "apt-get could not install ${missing[*]}: see its message above"
 }
 
+# Runs a command under which no package starts a service: this host is to get no running dockerd.
+without_services() {
+    local policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ] && [ "$(id -u)" = 0 ] && [ "${NO_INSTALL:-}" != 1 ]; then
+        trap "rm -f $policy" EXIT
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod 755 "$policy"
+    fi
+    "$@"
+}
+
 need_rust() {
     local how="install Rust by rustup (https://rustup.rs), then make again" version
     command -v cargo >/dev/null || die "cargo is missing: $how"
@@ -76,6 +88,8 @@ need_rust() {
 
 build=(gcc libc6-dev make ca-certificates)
 run=(bubblewrap)
+# busybox: the image that every engine runs. The daemons are started by the bench, privately.
+bench=(docker.io podman containerd runc busybox-static)
 test=(e2fsprogs util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils podman runc)
 
 cd "$(dirname "$0")/.."
@@ -88,6 +102,12 @@ run)
     need_kernel
     need_packages "${build[@]}" "${run[@]}"
     ;;
+bench)
+    need_root
+    need_kernel
+    need_packages "${build[@]}" "${run[@]}"
+    without_services need_packages "${bench[@]}"
+    ;;
 test)
     if [ "$(id -u)" = 0 ]; then
         need_kernel
@@ -98,7 +118,7 @@ test)
     fi
     ;;
 *)
-    die "usage: packaging/setup.sh build|run|test"
+    die "usage: packaging/setup.sh build|run|bench|test"
     ;;
 esac
 need_rust

@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
 mod agent_process;
+mod at_large;
 mod breakers;
 mod confinement;
 mod container;
@@ -29,6 +30,7 @@ mod rig;
 mod room;
 mod runbook;
 mod seal;
+mod second_line;
 mod signals;
 mod slow_disk;
 mod systemd;
@@ -44,6 +46,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
+        ("at_large", at_large::tests()),
         ("races", races::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
@@ -61,6 +64,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),
         ("keeper", keeper::tests()),
+        ("second_line", second_line::tests()),
         ("demo", demo::tests()),
         ("systemd", systemd::tests()),
         ("container", container::tests()),

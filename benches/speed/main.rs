@@ -17,11 +17,14 @@
 #[allow(dead_code)]
 #[path = "../../tests-privileged/agent_process.rs"]
 mod agent_process;
+mod engines;
 mod fence;
 mod figures;
 mod fleet;
 mod host;
+mod keeper;
 mod open;
+mod peers;
 mod rig;
 mod workload;
 
@@ -30,11 +33,13 @@ use host::Place;
 /// A part: its name, and what it does.
 type Part = (&'static str, fn(&Place));
 
-const PARTS: [Part; 4] = [
+const PARTS: [Part; 6] = [
     ("fence", fence::run),
     ("open", open::run),
     ("workload", workload::run),
     ("fleet", fleet::run),
+    ("keeper", keeper::run),
+    ("peers", peers::run),
 ];
 
 fn main() {

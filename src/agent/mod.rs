@@ -18,6 +18,7 @@
 //! told where to place a command.
 
 mod agenda;
+mod breaker;
 mod census;
 mod deadlines;
 mod effects;

@@ -57,7 +57,9 @@ impl Host {
         }
         let entries: Vec<_> = self.table().entries().collect();
         let mut started = Started::default();
-        for record in self.store.sessions().map_err(text)? {
+        let records = self.store.sessions().map_err(text)?;
+        self.recall_breaker(&records.iter().flatten().collect::<Vec<_>>())?;
+        for record in records {
             match record {
                 Ok(s) if s.state == State::Closed => {}
                 Ok(s) => {
@@ -79,6 +81,7 @@ impl Host {
                 }
             }
         }
+        self.judge_breaker();
         self.finish_removals()?;
         self.table().clear_torn().map_err(text)?;
         Ok(started)
@@ -92,6 +95,13 @@ impl Host {
             let id = name.to_str().and_then(|name| name.parse().ok());
             id.is_none_or(|id| self.slot(id).is_none())
         });
+        if self.tripped().is_some() && !left.is_empty() {
+            tracing::warn!(
+                "the breaker is open: {} unfinished removal(s) wait for `gc`",
+                left.len()
+            );
+            return Ok(());
+        }
         let host = Arc::clone(self);
         self.runtime.spawn_blocking(move || {
             for name in left {

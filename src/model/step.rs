@@ -245,6 +245,14 @@ pub enum Event {
     Tick {
         /// Now.
         now: BootNs,
+        /// The breaker is open: nothing is killed or removed.
+        held: bool,
+    },
+    /// The breaker is open and keeps an effect from being done; a tick asks for it again once it
+    /// is closed.
+    Held {
+        /// Which effect.
+        what: String,
     },
 }
 
@@ -320,7 +328,8 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         Event::Disposed { disposition } => on_disposed(s, disposition.clone()),
         Event::Kept { until_ms, .. } => on_kept(s, *until_ms),
         Event::Witnessed { add_ms, may_delete } => on_witnessed(s, *add_ms, *may_delete),
-        Event::Tick { now } => on_tick(s, *now),
+        Event::Tick { now, held } => on_tick(s, *now, *held),
+        Event::Held { what } => on_held(s, what),
     }
 }
 
@@ -340,7 +349,7 @@ use hold::{
     on_captured, on_checkpoint_asked, on_close_asked, on_published, on_readmitted, on_released,
     on_thawed, on_writable,
 };
-use lifecycle::{on_failed, on_open_failed, on_opened, on_renewal_missed, recover};
+use lifecycle::{on_failed, on_held, on_open_failed, on_opened, on_renewal_missed, recover};
 use removal::{on_disposed, on_gone, on_kept, on_killed, on_removed, on_witnessed};
 use seal::{on_seal_lost, on_sealed, on_unsealed, seal};
 

@@ -14,8 +14,8 @@ use super::head::Digest;
 use super::lease::HolderKind;
 
 pub use host::{
-    DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport, KeepSession,
-    PreservedView, SpaceView, StatusView,
+    BreakerView, DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport,
+    KeepSession, PreservedView, ResetBreaker, SpaceView, StatusView,
 };
 pub use session::{
     Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced, OpenSession,

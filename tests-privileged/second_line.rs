@@ -63,6 +63,15 @@ impl Lost {
 
     /// Waits for the freeze; how long after the deadline it was seen.
     fn late(&self) -> Duration {
+        // By a thread that no hog keeps from looking, where the host gives real-time time.
+        let look = || {
+            let _ = overfence::kernel::launch::schedule_fifo(60);
+            self.look()
+        };
+        std::thread::scope(|scope| scope.spawn(look).join().unwrap())
+    }
+
+    fn look(&self) -> Duration {
         clock::sleep_until(self.deadline.minus(Duration::from_millis(20)));
         let early = self.frozen() && clock::now() < self.deadline;
         assert!(!early, "frozen before its deadline");

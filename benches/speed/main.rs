@@ -17,6 +17,7 @@
 #[allow(dead_code)]
 #[path = "../../tests-privileged/agent_process.rs"]
 mod agent_process;
+mod dirty;
 mod engines;
 mod fence;
 mod figures;
@@ -33,11 +34,12 @@ use host::Place;
 /// A part: its name, and what it does.
 type Part = (&'static str, fn(&Place));
 
-const PARTS: [Part; 6] = [
+const PARTS: [Part; 7] = [
     ("fence", fence::run),
     ("open", open::run),
     ("workload", workload::run),
     ("fleet", fleet::run),
+    ("dirty", dirty::run),
     ("keeper", keeper::run),
     ("peers", peers::run),
 ];

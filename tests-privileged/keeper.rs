@@ -14,6 +14,7 @@ use overfence::kernel::launch::{Fork, exit_now, fork};
 use overfence::model::ids::{Generation, SessionId};
 use overfence::model::time::BootNs;
 
+use crate::agent_process::{Host, has, id_of, path_of};
 use crate::host;
 
 pub fn tests() -> Vec<host::Test> {
@@ -25,6 +26,7 @@ pub fn tests() -> Vec<host::Test> {
         i3_a_fence_keeps_its_stamp_and_a_checkpoint_does_not,
         an_unreadable_entry_is_frozen_and_a_vanished_file_changes_nothing,
         of_a_torn_entry_the_whole_slot_counts,
+        i3_a_thaw_that_the_keeper_undoes_first_is_recorded,
     ]
 }
 
@@ -241,4 +243,32 @@ fn of_a_torn_entry_the_whole_slot_counts(host: &host::Place) {
     until("both are bad", || kept.frozen());
     let stamp = Stamp { purpose: Purpose::Deadline, generation: Generation::NONE };
     assert_eq!(kept.cgroup.read_stamp().unwrap(), Some(stamp));
+}
+
+fn i3_a_thaw_that_the_keeper_undoes_first_is_recorded(place: &host::Place) {
+    let mut host = Host::new(place, "host");
+    host.start_keeper();
+    assert!(host.start(None), "{}", host.log());
+    let id = id_of(&host.open("w", "60s"));
+    // Who writes nothing and is there to be thawed.
+    let sleeper = ["session", "exec", &id, "--", "sh", "-c", "sleep 1000 >/dev/null 2>&1 &"];
+    assert!(host.run(&sleeper).status.success());
+    host.must(&["fence", &id, "--reason", "test", "--wait"]);
+    let cgroup = path_of(&host.until(&id, |v| has(v, "frozen")), "cgroup");
+    let agent = Pid::from_raw(host.agent_pid().try_into().unwrap());
+    kill(agent, Signal::SIGSTOP).unwrap();
+    std::fs::write(cgroup.join("cgroup.freeze"), "0").unwrap();
+    let frozen = || Cgroup::open(&cgroup).unwrap().unwrap().state().unwrap().is_frozen();
+    until("the keeper freezes it again", frozen);
+    kill(agent, Signal::SIGCONT).unwrap();
+    let recorded = || {
+        let entries = host.must(&["evidence", "show", "--session", &id]);
+        let events = entries.as_array().unwrap().iter().map(|entry| &entry["detail"]["event"]);
+        let seen: Vec<_> = events.filter(|event| event["event"] == "foreign_thaw").collect();
+        seen.iter().any(|event| event["seen"].as_str().unwrap().contains("the keeper"))
+    };
+    until("the agent records it", recorded);
+    assert!(frozen());
+    host.must(&["preserved", "discard", &id, "--yes"]);
+    host.stop();
 }

@@ -145,7 +145,7 @@ fn measure(rig: &Rig, sessions: &[Opened]) -> [Samples; 3] {
         let proof = fenced.session.facts.iter().find(|f| f.fact == Fact::Frozen);
         let proof = proof.map(|f| BootNs(f.boot_ns));
         // An idle process is frozen at once; one that is not counts until it is seen to be.
-        fence.push(proof.map_or_else(|| until_frozen(rig, id), |at| at).since(asked));
+        fence.push(proof.unwrap_or_else(|| until_frozen(rig, id)).since(asked));
         let asked = clock::now();
         let _ = rig.session(id);
         inspect.push(since(asked));

@@ -188,7 +188,7 @@ fn fence(rig: &Rig, id: &str) -> Command {
 fn readmit(rig: &Rig, id: &str) {
     let wish = json!({ "authorised_by": "bench", "reason": "bench" });
     let _: Value = rig.post(id, "readmit", &wish);
-    while !rig.session(id).work.is_none() {
+    while rig.session(id).work.is_some() {
         std::thread::sleep(Duration::from_millis(1));
     }
 }

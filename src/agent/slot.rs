@@ -330,6 +330,9 @@ impl Host {
                     other => inner.queue.push_back(other.clone()),
                 }
             }
+            if held {
+                self.leave_to_keeper(inner);
+            }
             if done.record {
                 let detail = serde_json::json!({
                     "event": event, "from": from, "to": inner.session.state,
@@ -343,6 +346,19 @@ impl Host {
         self.settle(&inner.session);
         self.breaker_sees(began, &inner.session);
         applied
+    }
+
+    /// From now on the keeper, too, holds a stopped session stopped: its lease may have had time left.
+    /// Only once it bears the stamp of the fence, which says why it is stopped if the record is lost.
+    fn leave_to_keeper(&self, inner: &Inner) {
+        let s = &inner.session;
+        let fenced = matches!(s.state, State::Fencing | State::Fenced | State::Preserved);
+        if !fenced || inner.cgroup.is_none() {
+            return;
+        }
+        if let Err(fault) = self.enter_deadline(s, clock::now()) {
+            tracing::error!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "the keeper's entry was not written: {fault}");
+        }
     }
 
     /// Keeps what askers wait for.

@@ -46,8 +46,15 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
     let Some(cgroup) = inner.cgroup.clone().filter(|_| expected) else { return };
     // A frozen process that is traced flips `frozen` for a moment; the wish is what a foreign
     // hand changes, and what has to be written again.
+    let since = s.facts.0.get(&Fact::Frozen).map(|proof| proof.at);
     let seen = match cgroup.state() {
-        Ok(state) if state.is_frozen() => return,
+        Ok(state) if state.is_frozen() => match cgroup.last_thaw() {
+            // The keeper was there first.
+            Ok(Some(thaw)) if since.is_some_and(|since| thaw > since) => {
+                format!("freeze 0 at {} ns since boot; the keeper froze it again", thaw.0)
+            }
+            _ => return,
+        },
         Ok(state) => state.to_string(),
         Err(fault) => super::effects::text(fault),
     };

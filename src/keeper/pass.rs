@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use crate::failpoint;
 use crate::kernel::Result;
 use crate::kernel::cgroup::{Cgroup, Purpose, Stamp};
+use crate::kernel::clock;
 use crate::kernel::deadlines::{Deadline, Entry};
 use crate::model::ids::{BootId, Generation};
 use crate::model::time::{BootInstant, BootNs};
@@ -82,14 +83,21 @@ impl Passed {
         self.cgroup.clone().unwrap_or_else(|| PathBuf::from(format!("({})", self.why)))
     }
 
-    /// Stamps and freezes. A fence's stamp stays: it says more than a deadline's. A stamp that
+    /// Stamps and freezes; what was thawed since it was stamped is written down for the agent, which
+    /// knows whether it was stopped by then. A fence's stamp stays: it says more than a deadline's. A stamp that
     /// cannot be read or written does not keep the freeze.
     pub(super) fn freeze(&self) -> Result<Answer> {
         let Some(path) = &self.cgroup else { return Ok(Answer::Unnamed) };
         let Some(cgroup) = Cgroup::open(path)? else { return Ok(Answer::NoCgroup) };
         let own = Stamp { purpose: Purpose::Deadline, generation: self.generation };
         let stamped = match cgroup.read_stamp() {
-            Ok(Some(stamp)) if stamp == own || stamp.purpose == Purpose::Fence => Ok(()),
+            Ok(Some(stamp)) if stamp == own || stamp.purpose == Purpose::Fence => {
+                // Stopped before, and not any more: once it is frozen again nobody else can see that.
+                match cgroup.wish() {
+                    Ok(false) => cgroup.note_thaw(clock::now()),
+                    _ => Ok(()),
+                }
+            }
             _ => {
                 failpoint::hit("keeper.stamp.before");
                 let answer = cgroup.stamp(&own);

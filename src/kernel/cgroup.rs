@@ -25,6 +25,7 @@ use crate::model::time::BootNs;
 
 const STAMP: &str = "trusted.overfence.stamp";
 const TICKET: &str = "trusted.overfence.ticket";
+const THAWED: &str = "trusted.overfence.thawed";
 
 /// How long an answer is awaited by reading again without giving the CPU away. Not longer: a
 /// real-time thread keeps the very tasks from running that have to reach the freezer.
@@ -259,6 +260,16 @@ impl Cgroup {
         self.read_xattr(TICKET)
     }
 
+    /// Writes down that it was found thawed at `at`, for who looks only after it is frozen again.
+    pub fn note_thaw(&self, at: BootNs) -> Result<()> {
+        self.write_xattr(THAWED, &at.0.to_string())
+    }
+
+    /// When it was last found thawed.
+    pub fn last_thaw(&self) -> Result<Option<BootNs>> {
+        Ok(self.read_xattr(THAWED)?.map(BootNs))
+    }
+
     fn write_xattr(&self, name: &'static str, text: &str) -> Result<()> {
         rustix::fs::fsetxattr(&self.dir, name, text.as_bytes(), XattrFlags::empty())
             .at("write a stamp on cgroup", &self.path)
@@ -292,10 +303,15 @@ impl Cgroup {
             reason: String::from_utf8_lossy(&buffer[..len]).into_owned(),
         })?;
         // The wish is read after the fact: a thaw between the two reads is not taken for frozen.
+        Ok(CgroupState { freeze: self.wish()?, frozen, populated })
+    }
+
+    /// Whether it is wished frozen, by whomever.
+    pub fn wish(&self) -> Result<bool> {
         let mut wish = [0; 4];
         let len = rustix::io::pread(&self.freeze, &mut wish, 0)
             .at("read cgroup.freeze of", &self.path)?;
-        Ok(CgroupState { freeze: wish[..len].starts_with(b"1"), frozen, populated })
+        Ok(wish[..len].starts_with(b"1"))
     }
 
     /// Freezes it and waits for the proof, `deadline` from now at most. A system call in progress

@@ -157,7 +157,8 @@ pub fn containerd(place: &Place, root: &Path, daemons: &mut Daemons) -> Result<E
         version: said(&words(&["containerd"]), &["--version"])?,
         takes_many: false,
         program,
-        run: words(&["run", "-d", "--null-io", "--rootfs", &root]),
+        // Without shares of the processor: a hybrid host has no controllers on v2.
+        run: words(&["run", "-d", "--null-io", "--cpu-shares", "0", "--rootfs", &root]),
         pause: &["tasks", "pause"],
         resume: &["tasks", "resume"],
         inspect: &["tasks", "ls"],

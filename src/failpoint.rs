@@ -1,7 +1,8 @@
 //! Crash points. Each effect passes one before and one after it, so that a test can kill the
 //! process between any two effects: a first run counts them (`log=FILE`), further runs die at the
 //! Nth (`die=N`) or at a name (`die=NAME`), by SIGKILL, as a real crash would. `stall=NAME` holds
-//! whoever comes to that point up for [`STALL`], as a disk does that is busy.
+//! whoever comes to that point up for [`STALL`], as a disk does that is busy. `lose=NAME@FILE` loses
+//! the authority's answer at that point, as long as the file is there.
 //!
 //! `OVERFENCE_FAILPOINTS=log=/tmp/points;die=12`. Unset, a hit costs one load of a static.
 
@@ -22,6 +23,7 @@ struct Plan {
     die_at: Option<u64>,
     die_name: Option<String>,
     stall: Option<String>,
+    lose: Vec<(String, std::path::PathBuf)>,
 }
 
 fn parse(text: &str) -> Plan {
@@ -30,6 +32,9 @@ fn parse(text: &str) -> Plan {
         match part.split_once('=') {
             Some(("log", path)) => plan.log = Some(path.into()),
             Some(("stall", name)) => plan.stall = Some(name.to_owned()),
+            Some(("lose", at)) => {
+                plan.lose.extend(at.split_once('@').map(|(name, f)| (name.to_owned(), f.into())));
+            }
             Some(("die", n)) => match n.parse() {
                 Ok(n) => plan.die_at = Some(n),
                 Err(_) => plan.die_name = Some(n.to_owned()),
@@ -64,6 +69,20 @@ pub fn hit(name: &str) {
     }
 }
 
+/// Marks a point at which an answer of the authority can be lost.
+///
+/// # Errors
+/// It is lost.
+pub fn lost(name: &str) -> Result<(), String> {
+    hit(name);
+    let plan = PLAN.get().and_then(Option::as_ref);
+    let mut lose = plan.iter().flat_map(|plan| &plan.lose);
+    match lose.any(|(at, file)| at == name && file.exists()) {
+        true => Err(format!("the answer was lost (failpoint {name})")),
+        false => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,6 +95,8 @@ mod tests {
             parse("die=kernel.freeze.after").die_name.as_deref(),
             Some("kernel.freeze.after")
         );
+        let lose = parse("lose=a.b.after@/tmp/x;lose=c@/y").lose;
+        assert_eq!(lose, [("a.b.after".into(), "/tmp/x".into()), ("c".into(), "/y".into())]);
         assert_eq!(parse("stall=a.b.before").stall.as_deref(), Some("a.b.before"));
     }
 }

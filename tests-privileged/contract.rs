@@ -112,6 +112,17 @@ fn json_alone(place: &Place) {
     std::fs::write(&ticket, text(&opened["ticket"])).unwrap();
     assert_eq!(asked.of("ticket verify", &[ticket.to_str().unwrap()])["session"], id.as_str());
     assert_eq!(asked.of("session checkpoint", &[&id])["at"]["version"], 2);
+    let key = text(&asked.of("publication list", &["-w", "w", "--all"])[0]["key"]);
+    assert_eq!(asked.of("publication show", &[&key])["state"], "COMMITTED");
+    assert_eq!(asked.of("publication resolve", &[&key])["version"], 2);
+    asked.of("publication assign", &[&key, "ann"]);
+    let task = ["--task", "t", "--key", "k", "--about", "a test"];
+    assert_eq!(asked.of("request begin", &[&[&*id], &task[..]].concat())["result"], "begun");
+    assert_eq!(asked.of("request assign", &["k", "ann", "-w", "w"])["assignee"], "ann");
+    assert_eq!(asked.of("request ack", &["k", "done", "-w", "w"])["state"], "SETTLED");
+    let why = ["k", "done", "-w", "w", "--reason", "asked"];
+    assert_eq!(asked.of("request resolve", &why)["settled_how"], "ack");
+    assert_eq!(asked.of("request list", &["-w", "w", "--all"])[0]["outcome"], "done");
     asked.of("fence", &[&id, "--wait", "--reason", "a test"]);
     asked.of("readmit", &[&id, "--authorised-by", "ann", "--reason", "a test"]);
     asked.of("session close", &[&id, "--checkpoint"]);
@@ -126,7 +137,16 @@ fn json_alone(place: &Place) {
     let bundle = text(&asked.of("preserved export", &[&id])["path"]);
     asked.of("bundle inspect", &[&bundle]);
     asked.of("bundle verify", &[&bundle]);
+    let told = asked.of("session diff", &[&id]);
+    assert_eq!(
+        (&told["changes"][0]["path"], &told["summary"]["added"]),
+        (&"late".into(), &1.into())
+    );
+    assert_eq!(asked.of("bundle diff", &[&bundle])["changes"], told["changes"]);
     asked.of("preserved discard", &[&id, "--yes"]);
+    let by = ["-w", "w", "--authorised-by", "ann", "--reason", "a test"];
+    let back = id_of(&asked.of("bundle apply", &[&[&*bundle], &by[..]].concat()));
+    asked.of("session close", &[&back, "--checkpoint"]);
 
     asked.of("gc", &["--dry-run"]);
     assert!(asked.of("evidence show", &["--last", "3"]).as_array().unwrap().len() == 3);
@@ -139,6 +159,8 @@ fn json_alone(place: &Place) {
     asked.of("config check", &[]);
     asked.of("config show", &[]);
     asked.of("status", &[]);
+    assert_eq!(asked.of("breaker show", &[])["open"], false);
+    assert_eq!(asked.of("breaker reset", &["--reason", "a test"])["open"], false);
     asked.of("drain", &["--yes"]);
 
     let known: BTreeSet<String> =
@@ -153,6 +175,8 @@ fn empty_lists(place: &Place) {
         ("session list", "session"),
         ("lease list", "lease"),
         ("preserved list", "preserved"),
+        ("publication list", "publication"),
+        ("request list", "request"),
     ] {
         let words: Vec<&str> = verb.split(' ').collect();
         let (out, json) = (ask(&host, &words), ask(&host, &[&words[..], &["-o", "json"]].concat()));

@@ -10,24 +10,32 @@
 mod agent_process;
 mod at_large;
 mod breakers;
+mod bring_back;
 mod confinement;
 mod container;
 mod contract;
 mod daemon;
+mod delta;
 mod demo;
 mod full_disk;
 mod host;
+mod hostile;
 mod keeper;
+mod keeping;
+mod kept;
 mod kernel_facts;
 mod leases;
+mod ledger;
 mod main_job;
 mod needs;
 mod openapi;
 mod package;
 mod races;
+mod rebase;
 mod restart;
 mod rig;
 mod room;
+mod round_trip;
 mod runbook;
 mod seal;
 mod second_line;
@@ -48,6 +56,8 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("leases", leases::tests()),
         ("at_large", at_large::tests()),
         ("races", races::tests()),
+        ("ledger", ledger::tests()),
+        ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
         ("openapi", openapi::tests()),
@@ -55,6 +65,12 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("restart", restart::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
+        ("delta", delta::tests()),
+        ("hostile", hostile::tests()),
+        ("keeping", keeping::tests()),
+        ("round_trip", round_trip::tests()),
+        ("bring_back", bring_back::tests()),
+        ("rebase", rebase::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
         ("full_disk", full_disk::tests()),

@@ -32,8 +32,10 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("writers::one_that_no_kill_wakes_delays_no_other_session", &["fuse"]),
     ("writers::one_that_a_kill_wakes_ends_when_it_is_to_be_killed", &["fuse"]),
     ("container::", &["podman"]),
+    ("delta::a_diff_is_what_podman_says_where_it_answers", &["podman"]),
     // An ext4 of their own; and the flag needs a capability that a container does not have.
     ("seal::", &["loop-devices"]),
+    ("round_trip::an_upper_comes_back_as_the_model_on_ext4", &["loop-devices"]),
     (
         "systemd::an_engine_with_the_systemd_driver_is_fenced_in_its_slice",
         &["systemd-nspawn", "podman"],

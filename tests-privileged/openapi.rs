@@ -48,6 +48,20 @@ fn against(document: &Value, schema: &Value, value: &Value, at: &str) -> Result<
             false => Err(format!("{at}: {value} is none of {tried:?}")),
         };
     }
+    // Parts of one object: their fields together are all that it has.
+    if let Some(parts) = schema["allOf"].as_array() {
+        let mut whole = json!({ "type": "object", "required": [], "properties": {} });
+        for part in parts {
+            let name = part["$ref"].as_str().map(|name| name.strip_prefix('#').unwrap());
+            let part = name.map_or(Some(part), |name| document.pointer(name));
+            let part = part.ok_or_else(|| format!("{at}: a part of no schema"))?;
+            let required = part["required"].as_array().into_iter().flatten().cloned();
+            whole["required"].as_array_mut().unwrap().extend(required);
+            let fields = part["properties"].as_object().cloned().unwrap_or_default();
+            whole["properties"].as_object_mut().unwrap().extend(fields);
+        }
+        return against(document, &whole, value, at);
+    }
     let kind = match value {
         Value::Null => "null",
         Value::Bool(_) => "boolean",
@@ -156,12 +170,26 @@ fn served(place: &Place) {
     api.good("post", "/v1/sessions/{id}/exec", &id, "", none.clone());
     std::fs::write(path_of(&opened["session"], "merged").join("f"), "x").unwrap();
     api.good("post", "/v1/sessions/{id}/checkpoint", &id, "", none.clone());
+    let request = json!({ "task": "t", "key": "k", "about": "x", "assignee": "ann" });
+    api.good("post", "/v1/sessions/{id}/requests", &id, "", request);
+    let given = json!({ "key": "k", "assignee": "bob" });
+    api.good("post", "/v1/workspaces/{id}/requests/assign", "w", "", given);
+    let told = json!({ "key": "k", "outcome": "done", "note": "x" });
+    api.good("post", "/v1/workspaces/{id}/requests/ack", "w", "", told.clone());
+    api.good("post", "/v1/workspaces/{id}/requests/resolve", "w", "", told);
+    api.good("get", "/v1/requests", "", "?all=true", none.clone());
+    let rows = api.good("get", "/v1/publications", "", "?workspace=w&all=true", none.clone());
+    let key = rows[0]["key"].as_str().unwrap().to_owned();
+    api.good("get", "/v1/publications/{id}", &key, "", none.clone());
+    api.good("post", "/v1/publications/{id}/resolve", &key, "", none.clone());
+    api.good("post", "/v1/publications/{id}/assign", &key, "", json!({ "assignee": "ann" }));
     for (path, of, query) in [
         ("/v1/workspaces", "", ""),
         ("/v1/workspaces/{id}", "w", ""),
         ("/v1/workspaces/{id}/history", "w", "?limit=10"),
         ("/v1/sessions", "", ""),
         ("/v1/sessions/{id}", &id, ""),
+        ("/v1/sessions/{id}/diff", &id, ""),
         ("/v1/leases", "", ""),
     ] {
         api.good("get", path, of, query, none.clone());
@@ -177,7 +205,7 @@ fn served(place: &Place) {
     api.host.until(&id, |view| view["state"] == "PRESERVED");
     api.good("get", "/v1/preserved", "", "", none.clone());
     api.good("post", "/v1/sessions/{id}/keep", &id, "", json!({ "for_ms": 1000 }));
-    api.good("post", "/v1/sessions/{id}/export", &id, "", none.clone());
+    let made = api.good("post", "/v1/sessions/{id}/export", &id, "", none.clone());
     api.good("post", "/v1/gc", "", "?dry_run=true", none.clone());
     let who = json!({ "authorised_by": "ann", "reason": "test" });
     api.good("post", "/v1/sessions/{id}/readmit", &id, "", who);
@@ -185,6 +213,11 @@ fn served(place: &Place) {
     api.good("post", "/v1/leases/{id}/revoke", lease.as_str().unwrap(), "", wish);
     api.host.until(&id, |view| view["state"] == "PRESERVED");
     api.good("post", "/v1/sessions/{id}/discard", &id, "", none.clone());
+    let apply = json!({
+        "bundle": made["path"], "authorised_by": "ann", "reason": "test", "open": { "workspace": "w" },
+    });
+    let back = id_of(&api.good("post", "/v1/bundles/apply", "", "", apply));
+    api.good("post", "/v1/sessions/{id}/close", &back, "", json!({ "mode": "discard" }));
     let other = id_of(&api.good("post", "/v1/sessions", "", "", json!({ "workspace": "w" })));
     api.good("post", "/v1/sessions/{id}/close", &other, "", json!({ "mode": "discard" }));
     for path in [
@@ -192,12 +225,14 @@ fn served(place: &Place) {
         "/v1/evidence/verify",
         "/v1/events",
         "/v1/status",
+        "/v1/breaker",
         "/v1/ticket-key",
         "/metrics",
         "/healthz",
     ] {
         api.good("get", path, "", "", none.clone());
     }
+    api.good("post", "/v1/breaker/reset", "", "", json!({ "reason": "test" }));
     api.good("post", "/v1/drain", "", "", json!({}));
     assert_eq!(api.asked, operations(&api.document), "not all that is documented was asked for");
 }
@@ -239,11 +274,15 @@ fn refused(place: &Place) {
             let body = match name.rsplit('/').next().unwrap() {
                 "Beat" => json!({ "token": "x" }),
                 "KeepSession" => json!({ "for_ms": 1 }),
+                "BeginRequest" => json!({ "task": "t", "key": "k" }),
+                "SettleRequest" => json!({ "key": "k", "outcome": "done", "note": "x" }),
+                "AssignRequest" => json!({ "key": "k", "assignee": "x" }),
+                "AssignPublication" => json!({ "assignee": "x" }),
                 "ReadmitSession" => json!({ "authorised_by": "x", "reason": "x" }),
                 _ => json!({}),
             };
             let code = ask(&template.replace("{id}", "0123"), &body.to_string());
-            let wanted = ["unknown_session", "unknown_workspace", "unknown_lease"];
+            let wanted = ["unknown_session", "unknown_workspace", "unknown_lease", "not_found"];
             assert!(wanted.contains(&&*code), "{method} {template}: {code}");
         }
     }

@@ -2,6 +2,8 @@
 //! word, against a real agent. The tests bring about the incident and set the variables that the
 //! document names.
 
+mod outcomes;
+
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -12,13 +14,15 @@ use crate::agent_process::{Host, has, id_of, path_of};
 use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
-    vec![
+    let mut all = vec![
         Test { name: "every_command_of_it_is_run", run: all_are_run },
         Test { name: "as_written_for_a_silent_writer", run: silent },
         Test { name: "as_written_for_a_writer_whose_lease_is_good", run: revoked },
         Test { name: "as_written_for_a_writer_that_goes_on", run: readmitted },
         Test { name: "its_verification_notices_what_is_wrong", run: verification_can_fail },
-    ]
+    ];
+    all.extend(outcomes::tests());
+    all
 }
 
 const DOCUMENT: &str = include_str!("../docs/OPERATIONS.md");
@@ -31,12 +35,15 @@ struct Block {
     script: String,
 }
 
-/// The shell blocks of the section, in order.
-fn blocks() -> Vec<Block> {
-    let (_, section) = DOCUMENT.split_once(SECTION).expect("the section is there");
+/// The shell blocks of a section, in order. What is an example and not run is marked as text.
+fn blocks(section: &str) -> Vec<Block> {
+    let (_, section) = DOCUMENT.split_once(section).expect("the section is there");
     let (mut heading, mut open, mut found) = (String::new(), false, Vec::<Block>::new());
+    let mut example = false;
     for line in section.lines().take_while(|line| !line.starts_with("## ")) {
         match (line.trim_start(), open) {
+            (fence, _) if example => example = !fence.starts_with("```"),
+            ("```text", false) => example = true,
             (fence, true) if fence.starts_with("```") => open = false,
             (code, true) => {
                 let block = found.last_mut().expect("an open one");
@@ -55,7 +62,7 @@ fn blocks() -> Vec<Block> {
             }
         }
     }
-    assert!(!open, "a block without an end");
+    assert!(!open && !example, "a block without an end");
     found
 }
 
@@ -147,7 +154,7 @@ impl Incident {
     /// Runs the blocks below these headings, in the document's order; what each said.
     fn follow(&self, headings: &[&str]) -> Vec<String> {
         let wanted: Vec<_> =
-            blocks().into_iter().filter(|b| headings.contains(&&*b.heading)).collect();
+            blocks(SECTION).into_iter().filter(|b| headings.contains(&&*b.heading)).collect();
         let script: Vec<_> =
             wanted.iter().map(|block| format!("{}echo '{NEXT}'\n", block.script)).collect();
         let out = self.shell(&script.concat());
@@ -164,7 +171,7 @@ impl Incident {
 const NEXT: &str = "--- next block ---";
 
 fn all_are_run(_: &Place) {
-    let blocks = blocks();
+    let blocks = blocks(SECTION);
     let headings: Vec<_> = blocks.iter().map(|block| &*block.heading).collect();
     let (detect, verify) = ("Detect", "Verify");
     let (procedure, decide, impact) = ("Procedure", "Decide", "Impact if nobody decides");
@@ -265,7 +272,8 @@ fn readmitted(place: &Place) {
 /// nothing shows who moved the head.
 fn verification_can_fail(place: &Place) {
     let mut incident = Incident::stale(place);
-    let verify = blocks().into_iter().find(|block| block.heading == "Verify").unwrap().script;
+    let verify =
+        blocks(SECTION).into_iter().find(|block| block.heading == "Verify").unwrap().script;
     let run = |stale: &str, script: &str| {
         let out = incident.shell(&format!("STALE={stale}\nset -x\n{script}"));
         (out.status.success(), String::from_utf8_lossy(&out.stderr).into_owned())

@@ -28,6 +28,11 @@ pub fn act_if_asked() {
     }
 }
 
+/// How many bytes the one large write lands.
+pub fn large_write() -> u64 {
+    acts::large::size()
+}
+
 /// The table, the page that shows it, and the shapes here agree.
 pub fn the_table_is_in_the_docs() -> Result<(), String> {
     expected::holds(&SHAPES.map(|shape| shape.name))

@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::host::{Host, SessionSocket};
+use super::keep;
 use super::slot::{Slot, draft};
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome};
@@ -26,6 +27,7 @@ use crate::model::step::{Effect, Event, Published, Purpose};
 use crate::model::workspace::{KeyState, Publish, Refusal};
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Captured, Source, Writers};
+use crate::upper::lowers::Lowers;
 use crate::upper::remove::{self, ProvedGone};
 use crate::upper::store::LayerStore;
 
@@ -115,7 +117,7 @@ impl Host {
     }
 
     /// The cgroup; made again if somebody removed it.
-    fn cgroup(&self, slot: &Slot) -> Result<Arc<Cgroup>, String> {
+    pub(super) fn cgroup(&self, slot: &Slot) -> Result<Arc<Cgroup>, String> {
         let mut inner = slot.lock();
         if let Some(cgroup) = &inner.cgroup {
             return Ok(Arc::clone(cgroup));
@@ -125,19 +127,27 @@ impl Host {
             Some(cgroup) => cgroup,
             None => self.make_cgroup(&inner.session).map_err(text)?,
         };
+        self.watch_cgroup(slot.id, &cgroup);
         let cgroup = Arc::new(cgroup);
         inner.cgroup = Some(Arc::clone(&cgroup));
         Ok(cgroup)
     }
 
     /// A freeze that `apply` could not prove at once.
-    fn freeze(&self, slot: &Slot, s: &Session) -> Answered {
+    fn freeze(self: &Arc<Self>, slot: &Arc<Slot>, s: &Session) -> Answered {
         let cgroup = self.cgroup(slot)?;
+        let begun = clock::now();
+        let blockers = keep::left_outside(self, slot);
         let answer = cgroup.freeze(s.policy.freeze_deadline).map_err(|fault| {
             // Somebody removed it: the next try makes it again.
             slot.lock().cgroup = None;
             text(fault)
         })?;
+        if !slot.lock().kept.together() {
+            // Who is outside holds it up; the next try follows at once.
+            clock::sleep_until(begun.plus(s.policy.freeze_deadline));
+            return Ok(vec![Event::FreezeLate { blockers }]);
+        }
         Ok(vec![match answer {
             Outcome::Proved(proof) => Event::Frozen { proof },
             Outcome::Late(blockers) => Event::FreezeLate { blockers },
@@ -193,6 +203,11 @@ impl Host {
         drop(tried.turn);
         match answer {
             ReadOnly::Granted(proof) => {
+                let holders = keep::rivals_of(slot);
+                if !holders.is_empty() {
+                    let answer = format!("{}, but that is not its only overlay", proof.answer);
+                    return Ok(vec![Event::Busy { proof: Proof { answer, ..proof }, holders }]);
+                }
                 let upper = Dir::open(&slot.dirs.upper).map_err(text)?;
                 let empty = changes::is_empty(upper.as_fd()).map_err(text)?;
                 Ok(vec![Event::ReadOnly { proof, empty }])
@@ -215,12 +230,17 @@ impl Host {
     }
 
     /// A closing session is asked to end first; everybody else is killed at once.
-    fn kill(&self, slot: &Slot, s: &Session) -> Answered {
+    fn kill(self: &Arc<Self>, slot: &Arc<Slot>, s: &Session) -> Answered {
         let cgroup = self.cgroup(slot)?;
+        // A kill meets only who is in there.
+        keep::gather(self, slot);
         if s.state == State::Releasing {
             self.ask_to_end(slot, &cgroup);
         }
         match cgroup.kill(KILL).map_err(text)? {
+            Outcome::Proved(_) if !keep::gather(self, slot) => {
+                Err("killed, but processes of it were outside of its cgroup".to_owned())
+            }
             Outcome::Proved(proof) => Ok(vec![Event::Killed { proof }]),
             Outcome::Late(blockers) => Err(format!(
                 "killed but not gone: {}",
@@ -331,10 +351,19 @@ impl Host {
     }
 
     fn publish(&self, s: &Session, key: PublicationKey, layer: Digest) -> Answered {
-        let outcome = match self.offer(s, key, layer, s.expected.clone()) {
+        let outcome = match self.offer(s, &Publish::of(s, key, layer)) {
             Ok(Ok(at)) => Published::Committed { at },
             Ok(Err(refusal)) => Published::Refused { refusal },
-            Err(why) => Published::Unknown { why },
+            Err(why) => {
+                // For others to see; the session's own record keeps it in any case.
+                failpoint::hit("authority.doubt.before");
+                let told = self.authority.doubt(&s.workspace, key, &why);
+                failpoint::hit("authority.doubt.after");
+                if let Err(fault) = told {
+                    tracing::warn!(OVERFENCE_SESSION = %s.id, "{}", text(fault));
+                }
+                Published::Unknown { why }
+            }
         };
         Ok(vec![Event::Published { key, outcome }])
     }
@@ -343,24 +372,15 @@ impl Host {
     pub fn offer(
         &self,
         s: &Session,
-        key: PublicationKey,
-        layer: Digest,
-        expected: crate::model::head::HeadAt,
+        wish: &Publish,
     ) -> Result<Result<crate::model::head::HeadAt, Refusal>, String> {
-        let wish = Publish {
-            workspace: s.workspace.clone(),
-            lease: s.lease,
-            generation: s.generation,
-            session: s.id,
-            expected,
-            key,
-            layer,
-        };
         let rider = |outcome: &Result<_, Refusal>| {
             let detail = serde_json::json!({ "offered": wish, "answer": outcome });
             Journal { sessions: vec![], entries: vec![draft("publication", s, "agent", detail)] }
         };
-        let answer = self.authority.publish(&wish, Box::new(rider)).map_err(text)?;
+        failpoint::lost("authority.publish.before")?;
+        let answer = self.authority.publish(wish, Box::new(rider)).map_err(text)?;
+        failpoint::lost("authority.publish.after")?;
         if let Err(refusal) = &answer {
             self.metrics.refused(refusal.code);
         }
@@ -368,10 +388,28 @@ impl Host {
     }
 
     fn resolve(&self, s: &Session, key: PublicationKey) -> Answered {
-        let outcome = match self.authority.resolve(&s.workspace, key).map_err(text)? {
+        failpoint::lost("authority.resolve.before")?;
+        let found = self
+            .authority
+            .resolve(&s.workspace, key, crate::authority::no_rider())
+            .map_err(text)?;
+        failpoint::hit("authority.resolve.after");
+        let refused = |code| Published::Refused { refusal: Refusal { code, current: None } };
+        let outcome = match found {
             KeyState::Committed { at, .. } => Published::Committed { at },
-            KeyState::Buried | KeyState::Unused => {
-                Published::Refused { refusal: Refusal { code: Code::KeyBuried, current: None } }
+            KeyState::Rejected { code } => refused(code),
+            KeyState::Buried => refused(Code::KeyBuried),
+            // Forgotten is not "not committed": the bytes stay until a person decides.
+            KeyState::Forgotten
+            | KeyState::Unused
+            | KeyState::Prepared
+            | KeyState::Sent
+            | KeyState::Unknown { .. } => {
+                return Err(format!(
+                    "publication {key} is {}: {}",
+                    found.word(),
+                    Code::KeyForgotten.meaning()
+                ));
             }
         };
         Ok(vec![Event::Published { key, outcome }])
@@ -386,9 +424,7 @@ impl Host {
         match answer {
             Unmount::Done | Unmount::NotMounted => {}
             Unmount::Busy if !tried.last => return Ok(vec![]),
-            Unmount::Busy => {
-                return Err("umount: EBUSY, somebody in this namespace uses it".to_owned());
-            }
+            Unmount::Busy => return Err(self.who_uses_it(slot)),
         }
         if !slot.dirs.upper.exists() {
             let s = slot.session();
@@ -411,21 +447,6 @@ impl Host {
                 Ok(vec![Event::Gone { proof }])
             }
             None => Err(self.who_keeps_it(slot)),
-        }
-    }
-
-    /// Who keeps a superblock alive that was unmounted here.
-    fn who_keeps_it(&self, slot: &Slot) -> String {
-        let place = self.paths.cgroup(&slot.session());
-        let s_dev = slot.lock().s_dev;
-        let found = s_dev.map(|s_dev| holders::all(s_dev, &slot.dirs.upper, &place));
-        let names: Vec<_> = match found {
-            Some(Ok(found)) => found.iter().take(3).map(ToString::to_string).collect(),
-            Some(Err(_)) | None => vec![],
-        };
-        match names.is_empty() {
-            true => "the superblock lives, and nobody who holds it can be named".to_owned(),
-            false => format!("the superblock lives: {}", names.join("; ")),
         }
     }
 
@@ -480,6 +501,22 @@ pub fn capture_upper(
     }
     let source = Source::Upper(dir.as_fd(), Format::Trusted);
     layer::capture(source, Writers::Frozen, layers, stop).map(Some)
+}
+
+/// Captures a stopped upper for a bundle: each entry says what it is to the base, where that can be
+/// read. An empty one gives no layer.
+pub fn capture_delta(
+    layers: &LayerStore,
+    upper: &Path,
+    base: Option<Lowers>,
+    stop: crate::upper::Stop<'_>,
+) -> crate::upper::Result<Option<Captured>> {
+    let dir = Dir::open(upper)?;
+    if changes::is_empty(dir.as_fd())? {
+        return Ok(None);
+    }
+    let source = Source::Upper(dir.as_fd(), Format::Trusted);
+    layer::capture_told(source, base, Writers::Frozen, layers, stop).map(Some)
 }
 
 /// An error with all its causes, in one line.

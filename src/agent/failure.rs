@@ -2,6 +2,7 @@
 //! authority's present state where it refused.
 
 use crate::model::code::Code;
+use crate::model::view::RequestView;
 use crate::model::workspace::{Current, Refusal};
 
 /// A request that did not succeed.
@@ -14,12 +15,14 @@ pub struct Failure {
     pub message: String,
     /// Owner, generation, head and version as the authority has them.
     pub current: Option<Box<Current>>,
+    /// The external request that stands in the way, or that was recorded all the same.
+    pub request: Option<Box<RequestView>>,
 }
 
 impl Failure {
     /// A failure with a message of its own.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), current: None }
+        Self { code, message: message.into(), current: None, request: None }
     }
 }
 
@@ -29,6 +32,7 @@ impl From<Refusal> for Failure {
             code: refusal.code,
             message: refusal.to_string(),
             current: refusal.current.map(Box::new),
+            request: None,
         }
     }
 }

@@ -89,6 +89,8 @@ pub struct Host {
     table: Mutex<Table>,
     /// One turn for operations that sync the whole file system of the uppers; see `effects`.
     pub(super) sync: Arc<Semaphore>,
+    /// Turns for reading whole uppers for somebody who only looks.
+    pub(super) diffs: Arc<Semaphore>,
     /// Held while a slice is looked at and taken.
     slices: Mutex<()>,
     stopping: AtomicBool,
@@ -108,6 +110,8 @@ pub struct HostState {
     pub preserved_bytes: u64,
     /// Sessions that were closed since the last sweep.
     pub closed: u64,
+    /// When old publications were last forgotten.
+    pub pruned: Option<BootNs>,
 }
 
 /// What [`Host::new`] is made of.
@@ -159,6 +163,7 @@ impl Host {
             census: Mutex::default(),
             table: Mutex::new(table),
             sync: Arc::new(Semaphore::new(1)),
+            diffs: Arc::new(Semaphore::new(2)),
             slices: Mutex::new(()),
             stopping: AtomicBool::new(false),
             draining: AtomicBool::new(false),
@@ -300,9 +305,18 @@ impl Host {
             return Cgroup::create(&path);
         }
         self.enable_limits(&s.limits)?;
+        self.events.add_parent(&self.paths.cgroups)?;
         let cgroup = Cgroup::create(&path)?;
         limits::apply(cgroup.path(), &s.limits)?;
         Ok(cgroup)
+    }
+
+    /// Watches the cgroup that a session has now, in place of one that it had.
+    pub fn watch_cgroup(&self, id: SessionId, cgroup: &Cgroup) {
+        self.events.remove(id);
+        if let Err(fault) = self.events.add(id, cgroup) {
+            tracing::error!(OVERFENCE_SESSION = %id, "its cgroup is not watched: {}", text(fault));
+        }
     }
 
     /// Has what limits need in the sessions' cgroups, or says what is missing.

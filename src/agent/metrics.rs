@@ -26,6 +26,11 @@ struct ByReason {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByKind {
+    kind: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ByFact {
     fact: &'static str,
     result: &'static str,
@@ -63,6 +68,8 @@ pub struct Metrics {
     registry: Registry,
     renewal_failures: Counter,
     refused: Family<ByReason, Counter>,
+    requests_refused: Family<ByReason, Counter>,
+    unresolved: Family<ByKind, Gauge>,
     fences: Family<ByFact, Counter>,
     effects: Family<ByEffect, Counter>,
     fence_seconds: Histogram,
@@ -99,6 +106,24 @@ impl Metrics {
             "publications_refused",
             "Publications the authority refused",
             Family::clone(&refused),
+        );
+        let requests_refused = Family::<ByReason, Counter>::default();
+        for code in [Code::StaleGeneration, Code::TaskTaken] {
+            drop(requests_refused.get_or_create(&ByReason { reason: code.as_str() }));
+        }
+        registry.register(
+            "requests_refused",
+            "External requests that were not to be sent",
+            Family::clone(&requests_refused),
+        );
+        let unresolved = Family::<ByKind, Gauge>::default();
+        for kind in ["publication", "request"] {
+            drop(unresolved.get_or_create(&ByKind { kind }));
+        }
+        registry.register(
+            "unresolved",
+            "Publications and external requests without a known outcome",
+            Family::clone(&unresolved),
         );
         let fences = Family::<ByFact, Counter>::default();
         for (fact, result) in RESULTS {
@@ -173,6 +198,8 @@ impl Metrics {
             registry,
             renewal_failures,
             refused,
+            requests_refused,
+            unresolved,
             fences,
             effects,
             fence_seconds,
@@ -204,6 +231,20 @@ impl Metrics {
     /// A publication that the authority refused.
     pub fn refused(&self, code: Code) {
         self.refused.get_or_create(&ByReason { reason: code.as_str() }).inc();
+    }
+
+    /// An external request that was not to be sent.
+    pub fn request_refused(&self, code: Code) {
+        self.requests_refused.get_or_create(&ByReason { reason: code.as_str() }).inc();
+    }
+
+    /// How many publications and external requests have no known outcome.
+    pub fn unresolved(&self, publications: usize, requests: usize) {
+        for (kind, n) in [("publication", publications), ("request", requests)] {
+            self.unresolved
+                .get_or_create(&ByKind { kind })
+                .set(i64::try_from(n).unwrap_or(i64::MAX));
+        }
     }
 
     /// An effect that was done or failed.
@@ -340,6 +381,22 @@ mod tests {
             "overfence_fence_seconds_count 0",
             "overfence_reserve_wanted_bytes 3",
         ] {
+            assert!(text.lines().any(|l| l == line), "no {line:?} in {text}");
+        }
+    }
+
+    #[test]
+    fn i1_every_refusal_of_a_publication_counts_under_its_reason() {
+        let metrics = Metrics::new();
+        for (n, code) in PUBLISH_REFUSALS.into_iter().enumerate() {
+            for _ in 0..=n {
+                metrics.refused(code);
+            }
+        }
+        let text = metrics.text(SPACE, false);
+        for (n, code) in PUBLISH_REFUSALS.into_iter().enumerate() {
+            let line =
+                format!("overfence_publications_refused_total{{reason=\"{code}\"}} {}", n + 1);
             assert!(text.lines().any(|l| l == line), "no {line:?} in {text}");
         }
     }

@@ -6,9 +6,10 @@
 //!
 //! ```text
 //! deadlines (thread, real time)   earliest local deadline      -> freeze, LeaseLost
-//! watch     (thread)              cgroup.events of all sessions -> ForeignThaw
+//! watch     (thread)              cgroup.events of all sessions, mounts -> ForeignThaw, ReadOnlyLost
 //! renew     (task)                signs of life                 -> Renewed, RenewalMissed, LeaseLost
 //! sweep     (task)                every second and every 30 s   -> Tick, Witnessed, readmission by policy
+//! keep      (blocking, now and then)  where processes are, mounts, uppers -> MovedOut, UpperChanged
 //! tell      (task)                all of these going round      -> WATCHDOG=1 and STATUS= to systemd
 //! worker    (blocking, one a session while it has work)         effects -> their answers
 //! handle    (any task)            requests of the API           -> wishes
@@ -26,6 +27,7 @@ mod external;
 pub mod failure;
 pub mod handle;
 mod host;
+mod keep;
 mod metrics;
 #[cfg(test)]
 mod modelcheck;
@@ -41,6 +43,7 @@ mod slot;
 mod start;
 mod sweep;
 mod tell;
+mod users;
 mod view;
 mod watch;
 

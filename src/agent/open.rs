@@ -24,8 +24,9 @@ use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
+use crate::model::ledger::Unresolved;
 use crate::model::limits::Limits;
-use crate::model::session::{FenceWish, Loss, Policy, RunAs, Session, State};
+use crate::model::session::{FenceWish, Loss, Policy, RunAs, Seeded, Session, State};
 use crate::model::slice::Slice;
 use crate::model::step::Event;
 use crate::model::view::OpenSession;
@@ -45,6 +46,20 @@ pub struct Made {
     pub ticket: String,
     /// Who wrote before.
     pub predecessor: Option<Predecessor>,
+    /// What former writers left without a known outcome.
+    pub unresolved: Vec<Unresolved>,
+}
+
+/// What a session begins with in place of an empty upper.
+pub struct Seed {
+    /// An upper of ours on the file system of the uppers; it is moved from there.
+    pub upper: PathBuf,
+    /// The version and head that it fits; granted at no other.
+    pub at: HeadAt,
+    /// The token of the former session, whose holder goes on with it.
+    pub token: Option<Digest>,
+    /// For the record.
+    pub record: Seeded,
 }
 
 /// A checked wish.
@@ -61,6 +76,7 @@ pub struct Wish {
     force: bool,
     wait: Duration,
     labels: BTreeMap<String, String>,
+    seed: Option<Seed>,
 }
 
 impl Wish {
@@ -118,7 +134,32 @@ impl Wish {
             force: wish.force,
             wait: wish.wait_ms.map_or(host.config.open.predecessor_wait, Duration::from_millis),
             labels: wish.labels,
+            seed: None,
         })
+    }
+
+    /// The terms under which a session was opened, once more.
+    pub fn again(host: &Host, s: &Session) -> Self {
+        Self {
+            workspace: s.workspace.clone(),
+            owner: s.owner.clone(),
+            holder: s.holder,
+            ttl: s.ttl,
+            max_lifetime: host.config.lease.max_lifetime,
+            run_as: s.run_as,
+            limits: s.limits,
+            external: s.external.clone(),
+            policy: s.policy.clone(),
+            force: false,
+            wait: host.config.open.predecessor_wait,
+            labels: s.labels.clone(),
+            seed: None,
+        }
+    }
+
+    /// The same, with bytes to begin with.
+    pub fn seeded(self, seed: Seed) -> Self {
+        Self { seed: Some(seed), ..self }
     }
 }
 
@@ -166,7 +207,7 @@ impl Host {
             let built = self
                 .not_draining()
                 .and_then(|()| self.fence_predecessors(&slot, &wish))
-                .and_then(|()| self.build(&slot, &acquired.at))
+                .and_then(|()| self.build(&slot, &acquired.at, wish.seed.as_ref()))
                 .and_then(|ticket| self.still_newest(&slot).map(|()| ticket));
             self.runtime.block_on(marked).and(built)
         });
@@ -184,7 +225,8 @@ impl Host {
                 if s.state != State::Active {
                     return Err(super::handle::denied(&s, Code::LeaseLost));
                 }
-                Ok(Made { slot, token, ticket, predecessor: acquired.predecessor })
+                let (predecessor, unresolved) = (acquired.predecessor, acquired.unresolved);
+                Ok(Made { slot, token, ticket, predecessor, unresolved })
             }
             Err(failure) => {
                 self.apply(&slot, Event::OpenFailed { why: failure.message.clone() }, "agent");
@@ -210,7 +252,7 @@ impl Host {
             ttl: wish.ttl,
             max_lifetime: wish.max_lifetime,
             force: wish.force.then(|| format!("taken over by {} with --force", wish.owner)),
-            only_at: None,
+            only_at: wish.seed.as_ref().map(|seed| seed.at.clone()),
         };
         let mut made = None;
         let rider = |outcome: &Result<Acquired, Refusal>| match outcome {
@@ -220,6 +262,9 @@ impl Host {
                 if let Some(slice) = &session.external {
                     detail["external"] =
                         serde_json::json!({ "slice": slice, "not_claimed": ["I10"] });
+                }
+                if let Some(seeded) = &session.seeded {
+                    detail["seeded"] = serde_json::json!(seeded);
                 }
                 let entries = vec![draft("acquire", &session, &by.to_string(), detail)];
                 made = Some(session.clone());
@@ -246,7 +291,7 @@ impl Host {
             lease: acquired.lease.id,
             generation: acquired.lease.generation,
             holder: wish.holder,
-            token: hash_token(token),
+            token: wish.seed.as_ref().and_then(|seed| seed.token).unwrap_or(hash_token(token)),
             run_as: wish.run_as,
             limits: wish.limits,
             external: wish.external.clone(),
@@ -267,12 +312,14 @@ impl Host {
             busy_since: None,
             seal: false,
             blockers: vec![],
+            altered: None,
             unknown: BTreeMap::new(),
             disposition: None,
             witnessed: Duration::ZERO,
             keep_until: None,
             tries: 0,
             trouble: None,
+            seeded: wish.seed.as_ref().map(|seed| seed.record.clone()),
         }
     }
 
@@ -364,7 +411,12 @@ impl Host {
 
     /// Directories, keeper's entry, cgroup, overlay, ticket: in this order, so that nothing can be
     /// written before it can be stopped.
-    fn build(self: &Arc<Self>, slot: &Arc<Slot>, at: &HeadAt) -> Result<String, Failure> {
+    fn build(
+        self: &Arc<Self>,
+        slot: &Arc<Slot>,
+        at: &HeadAt,
+        seed: Option<&Seed>,
+    ) -> Result<String, Failure> {
         let io = |doing: &'static str| {
             move |e: std::io::Error| Failure::new(Code::Internal, format!("cannot {doing}: {e}"))
         };
@@ -379,7 +431,15 @@ impl Host {
             let cgroup = self.make_cgroup(&s).map_err(|e| Failure::new(Code::Internal, text(e)))?;
             inner.cgroup = Some(Arc::new(cgroup));
         }
-        self.give_root(&dirs.upper, &lowers, s.run_as)?;
+        match seed {
+            None => self.give_root(&dirs.upper, &lowers, s.run_as)?,
+            Some(seed) => {
+                crate::failpoint::hit("seed.move.before");
+                // It takes the place of an empty directory, or fails.
+                std::fs::rename(&seed.upper, &dirs.upper).map_err(io("move the upper"))?;
+                crate::failpoint::hit("seed.move.after");
+            }
+        }
         let spec = Spec {
             lowers,
             upper: dirs.upper.clone(),

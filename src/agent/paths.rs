@@ -30,7 +30,7 @@ pub struct Paths {
     pub layers: PathBuf,
     /// Exports without a destination of their own.
     pub bundles: PathBuf,
-    /// Captures on their way into a bundle; nothing stays here.
+    /// Captures on their way into a bundle, and copies on their way into a session; nothing stays here.
     pub exports: PathBuf,
     /// What is being removed.
     pub trash: PathBuf,
@@ -102,6 +102,11 @@ impl Paths {
     /// What the workload sees as `/run/overfence`.
     pub fn inside_of(&self, id: SessionId) -> PathBuf {
         self.runtime_of(id).join("inside")
+    }
+
+    /// Who was in the session's cgroup when that was proved frozen.
+    pub fn members_of(&self, id: SessionId) -> PathBuf {
+        self.runtime_of(id).join("members")
     }
 
     /// Who the session's init is.

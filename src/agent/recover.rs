@@ -22,6 +22,7 @@ use crate::model::step::{Event, Found, Purpose};
 use crate::model::time::BootNs;
 use crate::store::Durability;
 use crate::store::marks::Below;
+use crate::upper::bundle;
 use crate::upper::remove::{self, SessionDirs};
 
 /// What a start found, for the log and for health.
@@ -49,8 +50,9 @@ impl Host {
         // Before any session's worker does the same.
         let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
         self.layers.sweep().map_err(text)?;
-        for cut_off in std::fs::read_dir(&self.paths.exports).map_err(text)?.flatten() {
-            std::fs::remove_dir_all(cut_off.path()).map_err(text)?;
+        // No start fails for what is nobody's.
+        if let Err(fault) = bundle::sweep(&self.paths.bundles) {
+            tracing::error!("{}", text(fault));
         }
         if swept > 0 {
             tracing::info!("finished {swept} unfinished open(s)");
@@ -96,14 +98,20 @@ impl Host {
             id.is_none_or(|id| self.slot(id).is_none())
         });
         if self.tripped().is_some() && !left.is_empty() {
-            tracing::warn!(
-                "the breaker is open: {} unfinished removal(s) wait for `gc`",
-                left.len()
-            );
-            return Ok(());
+            let n = left.len();
+            tracing::warn!("the breaker is open: {n} unfinished removal(s) wait for `gc`");
+            left.clear();
         }
+        // Captures and copies that were cut off; new ones have names of their own.
+        let exports = std::fs::read_dir(&self.paths.exports).map_err(text)?;
+        let cut_off: Vec<_> = exports.flatten().map(|entry| entry.path()).collect();
         let host = Arc::clone(self);
         self.runtime.spawn_blocking(move || {
+            for path in cut_off {
+                if let Err(fault) = remove::remove_scratch(&path) {
+                    tracing::error!("{}", text(fault));
+                }
+            }
             for name in left {
                 match remove::finish_removal(&host.paths.trash, &name) {
                     Ok(removed) => {
@@ -249,7 +257,10 @@ impl Host {
     /// the step that follows.
     fn remake_cgroup(&self, slot: &Arc<Slot>) {
         match self.make_cgroup(&slot.session()) {
-            Ok(cgroup) => slot.lock().cgroup = Some(Arc::new(cgroup)),
+            Ok(cgroup) => {
+                self.watch_cgroup(slot.id, &cgroup);
+                slot.lock().cgroup = Some(Arc::new(cgroup));
+            }
             Err(fault) => {
                 tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the cgroup could not be made again: {}", text(fault))
             }

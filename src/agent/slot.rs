@@ -16,6 +16,7 @@ use tokio::sync::watch;
 
 use super::effects::text;
 use super::host::Host;
+use super::keep::Kept;
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome, Stamp};
 use crate::kernel::clock;
@@ -76,6 +77,8 @@ pub struct Inner {
     pub capture_code: Option<Code>,
     /// A seal or its end that is under way.
     pub sealing: Option<(&'static str, Arc<seal::Progress>)>,
+    /// What is known of it for keeping it stopped.
+    pub kept: Kept,
     /// Bytes and entries of the stopped upper, once counted.
     pub size: Option<(u64, u64)>,
     drafts: Vec<Draft>,
@@ -221,6 +224,7 @@ impl Slot {
                 frozen_for: Duration::ZERO,
                 capture_code: None,
                 sealing: None,
+                kept: Kept::default(),
                 size: None,
                 drafts: Vec::new(),
                 queue: VecDeque::new(),
@@ -319,6 +323,7 @@ impl Host {
             }
             if inner.session.state == State::Active {
                 inner.size = None;
+                inner.kept.forget();
             }
             self.note(inner, &event);
             for effect in &done.effects {
@@ -370,6 +375,7 @@ impl Host {
             Event::Frozen { proof } if inner.session.holds_lease() => {
                 inner.frozen_at = Some(proof.at)
             }
+            Event::Frozen { .. } => inner.kept.frozen(),
             Event::Thawed { proof } => {
                 if let Some(since) = inner.frozen_at.take() {
                     inner.frozen_for = proof.at.since(since);
@@ -393,6 +399,7 @@ impl Host {
                 Cgroup::open(cgroup.path()).and_then(|found| match found {
                     Some(new) => {
                         let answer = stamp_and_freeze(&new, &stamp);
+                        self.watch_cgroup(inner.session.id, &new);
                         inner.cgroup = Some(Arc::new(new));
                         answer
                     }
@@ -404,7 +411,8 @@ impl Host {
         };
         failpoint::hit("effect.freeze.after");
         match answer {
-            Ok(Outcome::Proved(proof)) => Some(proof),
+            // Who is outside of it is not frozen by it: the worker asks for them.
+            Ok(Outcome::Proved(proof)) => inner.kept.together().then_some(proof),
             Ok(Outcome::Late(_)) => None,
             Err(fault) => {
                 tracing::error!(OVERFENCE_SESSION = %inner.session.id, OVERFENCE_WORKSPACE = %inner.session.workspace, "{}", text(fault));

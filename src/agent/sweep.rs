@@ -8,11 +8,16 @@ use std::time::Duration;
 
 use super::effects::text;
 use super::host::Host;
+use super::keep;
 use super::pulse::Part;
 use super::slot::Slot;
+use crate::authority::PRUNED;
+use crate::failpoint;
+use crate::kernel::rivals::Scope;
 use crate::kernel::{clock, overlay};
 use crate::model::facts::Fact;
-use crate::model::session::State;
+use crate::model::ledger::Which;
+use crate::model::session::{Session, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
 
@@ -27,6 +32,7 @@ pub async fn run(host: Arc<Host>) {
     let mut tick = tokio::time::interval(TICK);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut pass = tokio::spawn(self::pass(Arc::clone(&host), Some(Duration::ZERO), started));
+    let mut looks = spawn_looks(&host, Looks { members: started, uppers: started });
     let mut ticks: u32 = 0;
     while !host.stopping() {
         tick.tick().await;
@@ -38,6 +44,10 @@ pub async fn run(host: Arc<Host>) {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {
                 host.apply(&slot, Event::Tick { now, held }, "agent");
             }
+        }
+        if looks.is_finished() {
+            let next = (&mut looks).await.unwrap_or(Looks { members: now, uppers: now });
+            looks = spawn_looks(&host, next);
         }
         // What may wait for a disk is not waited for: retries go on meanwhile.
         if !pass.is_finished() {
@@ -53,6 +63,30 @@ pub async fn run(host: Arc<Host>) {
         let witnessed = due.then(|| since.min(host.config.preserve.sweep * 2));
         pass = tokio::spawn(self::pass(Arc::clone(&host), witnessed, started));
     }
+}
+
+/// When the next looks at all stopped sessions are due.
+#[derive(Clone, Copy)]
+struct Looks {
+    members: BootNs,
+    uppers: BootNs,
+}
+
+fn spawn_looks(host: &Arc<Host>, due: Looks) -> tokio::task::JoinHandle<Looks> {
+    let host = Arc::clone(host);
+    tokio::task::spawn_blocking(move || {
+        let begun = clock::now();
+        let mut next = due;
+        if begun >= due.members {
+            for slot in host.unsettled() {
+                keep::gather(&host, &slot);
+            }
+            let now = clock::now();
+            next.members = now.plus(TICK.max(now.since(begun) * keep::REST));
+        }
+        next.uppers = keep::uppers(&host, due.uppers);
+        next
+    })
 }
 
 async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
@@ -79,8 +113,40 @@ async fn sweep(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result
         .map_err(|e| e.to_string())?
 }
 
+/// How long the ledger keeps what became of a publication.
+const KEPT: Duration = Duration::from_secs(90 * 86_400);
+/// How often it is looked for what is older.
+const PRUNE: Duration = Duration::from_secs(3600);
+
+/// Counts what has no known outcome; now and then forgets what is old.
+fn ledger(host: &Host) -> Result<(), String> {
+    let open = Which { workspace: None, open: true, limit: usize::MAX };
+    let publications = host.authority.publications(&open).map_err(text)?.len();
+    let requests = host.authority.requests(&open).map_err(text)?.len();
+    host.metrics.unresolved(publications, requests);
+    let now = clock::now();
+    if host.shown().pruned.is_some_and(|last| now.since(last) < PRUNE) {
+        return Ok(());
+    }
+    let before = jiff::Timestamp::now().as_duration().unsigned_abs().saturating_sub(KEPT);
+    let before_ms = u64::try_from(before.as_millis()).unwrap_or(0);
+    failpoint::hit("authority.prune.before");
+    let pruned = host.authority.prune(before_ms).map_err(text)?;
+    failpoint::hit("authority.prune.after");
+    if pruned > 0 {
+        tracing::info!("forgot {pruned} publication(s) that were answered over 90 days ago");
+    }
+    // More of the same is left where a call removed all it may.
+    host.shown().pruned = (pruned < PRUNED).then_some(now);
+    Ok(())
+}
+
 fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(), String> {
     host.store.anchor().map_err(text)?;
+    // What the authority does not answer now keeps no session from being looked at.
+    if let Err(why) = ledger(host) {
+        tracing::warn!("the ledger was not looked at: {why}");
+    }
     // Time with the breaker open does not count, either.
     let held = host.tripped().is_some();
     let may_delete = !held && clock::now().since(started) >= host.config.preserve.min_notice;
@@ -89,12 +155,16 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     let mut states: BTreeMap<State, u64> = BTreeMap::new();
     let mut missing: BTreeMap<Fact, u64> = BTreeMap::new();
     let (mut fenced, mut held, mut bytes) = (0, 0, 0);
+    keep::gather_by_namespace(host);
+    keep::rivals(host, Scope::Everywhere);
     for slot in host.slots() {
         super::watch::look(host, &slot);
         check_read_only(host, &slot);
         super::seal::check(host, &slot);
+        let before = slot.session();
         host.apply(&slot, Event::Witnessed { add_ms, may_delete }, "agent");
         let s = slot.session();
+        announce(host, &slot, &before, &s)?;
         *states.entry(s.state).or_default() += 1;
         if let Some(fact) = super::view::missing(&s) {
             *missing.entry(fact).or_default() += 1;
@@ -120,6 +190,37 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     host.metrics.reconciled(&states, &missing, bytes);
     shown.preserved_bytes = bytes;
     Ok(())
+}
+
+/// Says that a deletion by grace comes near: once at each of [`NOTICES`].
+fn announce(host: &Host, slot: &Arc<Slot>, before: &Session, now: &Session) -> Result<(), String> {
+    let kept = |s: &Session| s.state == State::Preserved && s.unknown.is_empty();
+    if !kept(before) || !kept(now) {
+        return Ok(());
+    }
+    let left = |s: &Session| s.grace_ends().saturating_sub(s.witnessed);
+    let first = before.witnessed.is_zero() && !now.witnessed.is_zero();
+    let Some(left) = notice(left(before), left(now), first) else { return Ok(()) };
+    let view = host.preserved_view(slot);
+    let detail = serde_json::json!({
+        "left_ms": view.grace_left_ms, "not_before": view.not_before, "owner": view.owner,
+        "bytes": view.bytes, "entries": view.entries,
+    });
+    let left = crate::config::duration::text(left);
+    tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{} bytes of {} are deleted in {left} of witnessed time: export, keep or discard them", view.bytes, view.owner);
+    let entry = super::slot::draft("deletion_ahead", now, "agent", detail);
+    let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
+    host.store.record(&journal, crate::store::Durability::Lazy).map_err(text)
+}
+
+/// How much of grace is left when its end is announced, the longest first.
+const NOTICES: [Duration; 2] = [Duration::from_secs(24 * 3600), Duration::from_secs(3600)];
+
+/// The notice that is due when so much of grace `was` left and so much `is` now; of a grace that is
+/// shorter from the start, at the `first` sweep.
+fn notice(was: Duration, is: Duration, first: bool) -> Option<Duration> {
+    let due = NOTICES.into_iter().filter(|notice| is <= *notice && (was > *notice || first));
+    due.min()
 }
 
 /// A root process may have made a fenced overlay writable again.
@@ -156,6 +257,33 @@ async fn resume_doubted(host: &Arc<Host>) {
             if failure.current.is_some() {
                 slot.lock().session.policy.after_doubt = crate::model::session::AfterDoubt::Hold;
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deletion_is_announced_a_day_and_an_hour_before() {
+        let hours = |n: u64| Duration::from_secs(n * 3600);
+        let minutes = |n: u64| Duration::from_secs(n * 60);
+        for (was, is, first, want) in [
+            (hours(72), hours(71), true, None),
+            (hours(25), hours(24), false, Some(hours(24))),
+            (hours(24), hours(23), false, None),
+            (hours(2), minutes(59), false, Some(hours(1))),
+            (minutes(59), minutes(58), false, None),
+            // Time that was missed: the nearer one says all.
+            (hours(30), minutes(5), false, Some(hours(1))),
+            // Shorter than a day from the start, and than an hour.
+            (hours(6), hours(6), true, Some(hours(24))),
+            (minutes(5), minutes(4), true, Some(hours(1))),
+            // `preserved keep` makes it longer again, and it is announced again.
+            (hours(48), hours(47), false, None),
+        ] {
+            assert_eq!(notice(was, is, first), want, "{was:?} {is:?}");
         }
     }
 }

@@ -43,6 +43,7 @@ impl Host {
             sealing: inner.sealing.as_ref().map(|(what, progress)| sealing(what, progress)),
             holders: s.holders.clone(),
             blockers: s.blockers.clone(),
+            altered: s.altered.clone(),
             base: s.base.clone(),
             expected: s.expected.clone(),
             work: s.work.clone(),
@@ -54,6 +55,7 @@ impl Host {
             processes: u64::try_from(processes).unwrap_or(u64::MAX),
             labels: s.labels.clone(),
             trouble: s.trouble.clone(),
+            seeded: s.seeded.clone(),
         }
     }
 

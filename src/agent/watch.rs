@@ -1,13 +1,15 @@
-//! Watching the sealed cgroups: one inotify descriptor for all of them. A wake-up says only that
-//! something changed; what holds is read again.
+//! Watching the sealed cgroups, one inotify descriptor for all of them, and the mounts. A wake-up says
+//! only that something changed; what holds is read again.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::host::Host;
+use super::keep;
 use super::pulse::Part;
 use super::slot::Slot;
-use crate::kernel::clock;
+use crate::kernel::rivals::Scope;
+use crate::kernel::{clock, mountinfo};
 use crate::model::facts::Fact;
 use crate::model::session::{Stage, State, Work};
 use crate::model::step::Event;
@@ -16,6 +18,8 @@ const WAIT: Duration = Duration::from_millis(500);
 
 /// The thread's body; ends when the agent stops.
 pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
+    let mounts = mountinfo::Changes::new()?;
+    let (mut changed, mut next) = (false, clock::now());
     while !host.stopping() {
         host.pulse.beat(Part::Watch);
         if host.events.wait(Some(clock::now().plus(WAIT)))? {
@@ -24,6 +28,17 @@ pub fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
                     look(host, &slot);
                 }
             }
+        }
+        changed |= mounts.any()?;
+        let begun = clock::now();
+        if changed && begun >= next {
+            changed = false;
+            for slot in host.unsettled() {
+                super::sweep::check_read_only(host, &slot);
+            }
+            keep::rivals(host, Scope::Here);
+            let now = clock::now();
+            next = now.plus(now.since(begun) * keep::REST);
         }
     }
     Ok(())
@@ -43,21 +58,49 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
         | State::Closed
         | State::Quarantined => false,
     };
-    let Some(cgroup) = inner.cgroup.clone().filter(|_| expected) else { return };
+    let fenced = !s.holds_lease();
+    let Some(cgroup) = inner.cgroup.clone().filter(|_| expected) else {
+        drop(inner);
+        keep::gather(host, slot);
+        return;
+    };
+    let since = s.facts.0.get(&Fact::Frozen).map(|proof| proof.at);
+    drop(inner);
     // A frozen process that is traced flips `frozen` for a moment; the wish is what a foreign
     // hand changes, and what has to be written again.
-    let since = s.facts.0.get(&Fact::Frozen).map(|proof| proof.at);
     let seen = match cgroup.state() {
         Ok(state) if state.is_frozen() => match cgroup.last_thaw() {
             // The keeper was there first.
             Ok(Some(thaw)) if since.is_some_and(|since| thaw > since) => {
                 format!("freeze 0 at {} ns since boot; the keeper froze it again", thaw.0)
             }
-            _ => return,
+            _ => {
+                keep::gather(host, slot);
+                return;
+            }
         },
         Ok(state) => state.to_string(),
-        Err(fault) => super::effects::text(fault),
+        Err(fault) => {
+            if fenced {
+                made_again(host, slot);
+            }
+            super::effects::text(fault)
+        }
     };
-    drop(inner);
     host.apply(slot, Event::ForeignThaw { seen }, "foreign");
+}
+
+/// Somebody removed a stopped session's cgroup, and perhaps made another one: who was in it is taken
+/// in again, before an empty one is asked whether it is frozen.
+fn made_again(host: &Arc<Host>, slot: &Arc<Slot>) {
+    slot.lock().cgroup = None;
+    let done = host
+        .cgroup(slot)
+        .and_then(|cgroup| cgroup.write_freeze(true).map_err(super::effects::text));
+    match done {
+        Ok(()) => {
+            keep::gather(host, slot);
+        }
+        Err(why) => tracing::error!(OVERFENCE_SESSION = %slot.id, "its cgroup: {why}"),
+    }
 }

@@ -22,6 +22,7 @@ pub fn problem_of(failure: &Failure) -> Problem {
         title: failure.code.meaning().into(),
         detail: failure.message.clone(),
         current: failure.current.as_deref().cloned(),
+        request: failure.request.as_deref().cloned(),
     }
 }
 
@@ -33,7 +34,8 @@ pub fn failure_of(problem: Problem) -> Failure {
         Some(&code) => (code, problem.detail),
         None => (Code::Internal, format!("{}: {}", problem.code, problem.detail)),
     };
-    Failure { code, message, current: problem.current.map(Box::new) }
+    let (current, request) = (problem.current.map(Box::new), problem.request.map(Box::new));
+    Failure { code, message, current, request }
 }
 
 /// A failure on its way out.
@@ -88,7 +90,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Wish<T> {
     }
 }
 
-fn wish<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refused> {
+pub(super) fn wish<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refused> {
     let body = if body.is_empty() { b"{}" } else { body };
     serde_json::from_slice(body)
         .map_err(|fault| Refused::bad(format!("the body is not what is expected here: {fault}")))
@@ -119,6 +121,28 @@ mod tests {
     use crate::model::view::{CloseSession, CreateWorkspace};
     use crate::model::workspace::Current;
 
+    fn request() -> crate::model::view::RequestView {
+        crate::model::view::RequestView {
+            workspace: "w".into(),
+            task: "t".into(),
+            key: "k".into(),
+            about: String::new(),
+            state: "OPEN".into(),
+            outcome: None,
+            settled_by: None,
+            settled_how: None,
+            note: None,
+            session: "s".into(),
+            generation: 1,
+            resumed_by: None,
+            host: "h".into(),
+            owner: "o".into(),
+            assignee: "o".into(),
+            began_at: String::new(),
+            changed_at: String::new(),
+        }
+    }
+
     #[tokio::test]
     async fn every_code_goes_there_and_back() {
         for &code in Code::ALL {
@@ -129,7 +153,11 @@ mod tests {
                 generation: Generation(7),
                 at: Default::default(),
             };
-            let sent = Failure { code, message: "why".into(), current: Some(Box::new(current)) };
+            let sent = Failure {
+                current: Some(Box::new(current)),
+                request: Some(Box::new(request())),
+                ..Failure::new(code, "why")
+            };
             let response = Refused(sent.clone()).into_response();
             assert_eq!(response.status().as_u16(), code.status());
             assert_eq!(response.headers()["content-type"], TYPE);
@@ -139,7 +167,7 @@ mod tests {
             assert_eq!(problem.title, code.meaning());
             let back = failure_of(problem);
             assert_eq!((back.code, back.message), (code, sent.message));
-            assert_eq!(back.current, sent.current);
+            assert_eq!((back.current, back.request), (sent.current, sent.request));
         }
     }
 

@@ -1,6 +1,6 @@
 //! The sockets inside the sessions. A workload is on the other end: it gets one short request a
-//! connection, few connections at once, and the one thing it may do is to say that it lives. All of
-//! them are served by one thread, so that a session that shouts delays no operator.
+//! connection, few connections at once, and may do two things: say that it lives, and say what it asks
+//! of others. All of them are served by one thread, so that a session that shouts delays no operator.
 
 use std::collections::HashMap;
 use std::io;
@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
+use axum::body::Bytes;
 use axum::response::{IntoResponse as _, Response};
+use http_body_util::{BodyExt as _, Limited};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -19,7 +21,7 @@ use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::AbortHandle;
 
-use super::problem::Refused;
+use super::problem::{Refused, wish};
 use super::server::pause;
 use crate::agent::SessionSocket;
 use crate::agent::failure::Failure;
@@ -27,8 +29,11 @@ use crate::agent::handle::{Agent, Sign};
 use crate::model::code::Code;
 use crate::model::ids::SessionId;
 
-/// How long one connection lasts at most.
-const LONGEST: Duration = Duration::from_secs(2);
+/// How long one connection lasts at most. A session that keeps its places busy hangs up on itself.
+const LONGEST: Duration = Duration::from_secs(10);
+
+/// Bytes of a body.
+const MOST: usize = 16 * 1024;
 
 /// How often the thread shows that it is not stuck.
 const ROUND: Duration = Duration::from_millis(500);
@@ -78,7 +83,7 @@ pub fn serve_sessions(agent: Agent, mut news: UnboundedReceiver<SessionSocket>) 
     Ok(())
 }
 
-/// Answers `POST /v1/beat` for `session`, known by this socket and not by who asks, until the
+/// Answers what is asked for `session`, known by this socket and not by who asks, until the
 /// task is dropped.
 async fn serve_session(agent: Agent, session: SessionId, listener: UnixListener) {
     let places = Arc::new(Semaphore::new(PLACES));
@@ -101,11 +106,8 @@ async fn attend(agent: Agent, session: SessionId, stream: UnixStream) {
     let service = service_fn(|request: Request<Incoming>| {
         let agent = agent.clone();
         async move {
-            let answer = match asked(request.method(), request.uri().path()) {
-                Ok(()) => beat(&agent, session).await,
-                Err(refused) => refused.into_response(),
-            };
-            Ok::<_, std::convert::Infallible>(answer)
+            let answer = answer(&agent, session, request).await;
+            Ok::<_, std::convert::Infallible>(answer.unwrap_or_else(Refused::into_response))
         }
     });
     let connection =
@@ -115,19 +117,57 @@ async fn attend(agent: Agent, session: SessionId, stream: UnixStream) {
     }
 }
 
-async fn beat(agent: &Agent, session: SessionId) -> Response {
-    match agent.beat(session, Sign::Socket).await {
-        Ok(answer) => Json(answer).into_response(),
-        Err(failure) => Refused(failure).into_response(),
+/// What can be asked from inside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Asked {
+    Beat,
+    Requests,
+    Begin,
+    Ack,
+}
+
+async fn answer(
+    agent: &Agent,
+    session: SessionId,
+    request: Request<Incoming>,
+) -> Result<Response, Refused> {
+    let asked = asked(request.method(), request.uri().path())?;
+    // Whose word it is, in evidence and settlements.
+    let by = session.to_string();
+    Ok(match asked {
+        Asked::Beat => Json(agent.beat(session, Sign::Socket).await?).into_response(),
+        Asked::Requests => Json(agent.requests_of(session).await?).into_response(),
+        Asked::Begin => {
+            let wish = wish(&body(request).await?)?;
+            Json(agent.begin_request(&by, session, wish).await?).into_response()
+        }
+        Asked::Ack => {
+            let wish = wish(&body(request).await?)?;
+            let workspace = agent.session(session).await?.workspace;
+            Json(agent.ack_request(&by, &workspace, wish).await?).into_response()
+        }
+    })
+}
+
+async fn body(request: Request<Incoming>) -> Result<Bytes, Refused> {
+    match Limited::new(request.into_body(), MOST).collect().await {
+        Ok(body) => Ok(body.to_bytes()),
+        Err(fault) => Err(Refused::bad(format!("the body is not read: {fault}"))),
     }
 }
 
-fn asked(method: &Method, path: &str) -> Result<(), Refused> {
+fn asked(method: &Method, path: &str) -> Result<Asked, Refused> {
     match (method, path) {
-        (&Method::POST, "/v1/beat") => Ok(()),
+        (&Method::POST, "/v1/beat") => Ok(Asked::Beat),
+        (&Method::GET, "/v1/requests") => Ok(Asked::Requests),
+        (&Method::POST, "/v1/requests") => Ok(Asked::Begin),
+        (&Method::POST, "/v1/requests/ack") => Ok(Asked::Ack),
         _ => Err(Refused(Failure::new(
             Code::Denied,
-            format!("{method} {path}: a session's own socket takes only POST /v1/beat"),
+            format!(
+                "{method} {path}: a session's own socket takes only POST /v1/beat, GET and POST \
+                 /v1/requests, and POST /v1/requests/ack"
+            ),
         ))),
     }
 }
@@ -137,13 +177,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_beat_is_taken() {
-        assert!(asked(&Method::POST, "/v1/beat").is_ok());
+    fn only_what_concerns_itself_is_taken() {
+        for (method, path, what) in [
+            (Method::POST, "/v1/beat", Asked::Beat),
+            (Method::GET, "/v1/requests", Asked::Requests),
+            (Method::POST, "/v1/requests", Asked::Begin),
+            (Method::POST, "/v1/requests/ack", Asked::Ack),
+        ] {
+            assert_eq!(asked(&method, path).unwrap(), what);
+        }
         for (method, path) in [
             (Method::GET, "/v1/beat"),
             (Method::POST, "/v1/beat/"),
             (Method::POST, "/v1/sessions"),
             (Method::GET, "/v1/status"),
+            (Method::POST, "/v1/requests/resolve"),
+            (Method::POST, "/v1/requests/assign"),
+            (Method::GET, "/v1/publications"),
         ] {
             let Err(Refused(failure)) = asked(&method, path) else { panic!("{method} {path}") };
             assert_eq!(failure.code, Code::Denied);

@@ -7,9 +7,12 @@ use std::time::Duration;
 
 use super::verbs::{Backend, Rows};
 use super::{
-    Error, Happening, HistoryRow, Journal, KeyState, PublicationKey, Unreadable, Workspace,
+    Error, Happening, HistoryRow, Journal, PRUNED, PublicationKey, Unreadable, Workspace,
     WorkspaceId,
 };
+use crate::model::ids::{RequestKey, TaskId};
+use crate::model::ledger::{Publication, Which};
+use crate::model::request::Request;
 use crate::model::time::BootInstant;
 use crate::store::{Clock, Durability, Error as Fault};
 
@@ -18,8 +21,10 @@ use crate::store::{Clock, Durability, Error as Fault};
 pub struct State {
     /// Records.
     pub workspaces: BTreeMap<WorkspaceId, Workspace>,
-    /// What became of publication keys.
-    pub keys: BTreeMap<(WorkspaceId, PublicationKey), KeyState>,
+    /// The ledger of publications.
+    pub publications: BTreeMap<(WorkspaceId, PublicationKey), Publication>,
+    /// External requests, in the order in which they were begun.
+    pub requests: Vec<Request>,
     /// History, oldest first; its time is the boot clock's, so that a model is deterministic.
     pub history: Vec<(WorkspaceId, HistoryRow)>,
     /// What riders wrote.
@@ -77,24 +82,84 @@ impl Rows for Work {
         Ok(())
     }
 
-    fn key(&mut self, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Fault> {
-        let found = self.state.keys.get(&(id.clone(), key));
-        Ok(found.cloned().unwrap_or(KeyState::Unused))
+    fn wall(&self) -> jiff::Timestamp {
+        jiff::Timestamp::UNIX_EPOCH + Duration::from_nanos(self.now.ns.0)
     }
 
-    fn set_key(
+    fn publication(
         &mut self,
         id: &WorkspaceId,
         key: PublicationKey,
-        state: &KeyState,
-    ) -> Result<(), Fault> {
-        self.state.keys.insert((id.clone(), key), state.clone());
+    ) -> Result<Option<Publication>, Fault> {
+        Ok(self.state.publications.get(&(id.clone(), key)).cloned())
+    }
+
+    fn put_publication(&mut self, row: &Publication) -> Result<(), Fault> {
+        self.state.publications.insert((row.workspace.clone(), row.key), row.clone());
         Ok(())
     }
 
+    fn publications(&mut self, which: &Which) -> Result<Vec<Publication>, Fault> {
+        let fits = |row: &&Publication| {
+            which.workspace.as_ref().is_none_or(|id| *id == row.workspace)
+                && (!which.open || row.state.is_open())
+        };
+        let mut all: Vec<_> = self.state.publications.values().filter(fits).cloned().collect();
+        all.sort_by_key(|row| std::cmp::Reverse(row.key));
+        all.truncate(which.limit);
+        Ok(all)
+    }
+
+    fn prune(
+        &mut self,
+        id: &WorkspaceId,
+        before_ms: u64,
+    ) -> Result<(Option<PublicationKey>, usize), Fault> {
+        let end = PublicationKey::first_at(before_ms);
+        let decided = |row: &Publication| row.changed_at.parse::<jiff::Timestamp>().ok();
+        let old = self.state.publications.iter().filter(|((of, key), row)| {
+            let before = |t: jiff::Timestamp| {
+                u64::try_from(t.as_millisecond()).is_ok_and(|ms| ms < before_ms)
+            };
+            of == id && *key < end && !row.state.is_open() && decided(row).is_some_and(before)
+        });
+        let keys: Vec<_> = old.map(|(of, _)| of.clone()).take(PRUNED).collect();
+        for key in &keys {
+            self.state.publications.remove(key);
+        }
+        Ok((keys.last().map(|(_, key)| *key), keys.len()))
+    }
+
+    fn request(&mut self, id: &WorkspaceId, key: &RequestKey) -> Result<Option<Request>, Fault> {
+        let mine = |row: &&Request| row.workspace == *id && row.key == *key;
+        Ok(self.state.requests.iter().find(mine).cloned())
+    }
+
+    fn requests_of(&mut self, id: &WorkspaceId, task: &TaskId) -> Result<Vec<Request>, Fault> {
+        let mine = |row: &&Request| row.workspace == *id && row.task == *task;
+        Ok(self.state.requests.iter().filter(mine).cloned().collect())
+    }
+
+    fn put_request(&mut self, row: &Request) -> Result<(), Fault> {
+        let mine = |old: &&mut Request| old.workspace == row.workspace && old.key == row.key;
+        match self.state.requests.iter_mut().find(mine) {
+            Some(old) => *old = row.clone(),
+            None => self.state.requests.push(row.clone()),
+        }
+        Ok(())
+    }
+
+    fn requests(&mut self, which: &Which) -> Result<Vec<Request>, Fault> {
+        let fits = |row: &&Request| {
+            which.workspace.as_ref().is_none_or(|id| *id == row.workspace)
+                && (!which.open || row.is_open())
+        };
+        let newest = self.state.requests.iter().rev().filter(fits);
+        Ok(newest.take(which.limit).cloned().collect())
+    }
+
     fn log(&mut self, id: &WorkspaceId, what: Happening) -> Result<(), Fault> {
-        let time = jiff::Timestamp::UNIX_EPOCH + Duration::from_nanos(self.now.ns.0);
-        let time = time.to_string();
+        let time = self.wall().to_string();
         self.state.history.push((id.clone(), HistoryRow { time, what }));
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! The authority: the linearizable store of workspaces, leases, generations, publication keys and
-//! their history. It may use `store` and `model`; `agent` calls it on a blocking thread.
+//! The authority: the linearizable store of workspaces, leases, generations, the ledger of
+//! publications and external requests, and their history. It may use `store` and `model`; `agent` calls it on a blocking thread.
 //!
 //! ```text
-//! Authority (trait)  <- verbs.rs: each verb once, over a transaction  <- sqlite.rs, memory.rs
+//! Authority (trait)  <- verbs.rs, ledger.rs: each verb once, over a transaction  <- sqlite.rs, memory.rs
 //!                    <- etcd and others may come; all pass conformance.rs
 //! ```
 //!
@@ -12,6 +12,7 @@
 
 #[cfg(test)]
 pub mod conformance;
+mod ledger;
 pub mod memory;
 pub mod sqlite;
 mod verbs;
@@ -23,15 +24,19 @@ use serde::{Deserialize, Serialize};
 use crate::model::code::Code;
 use crate::model::head::{Digest, Head, HeadAt};
 use crate::model::ids::{
-    Generation, HostId, LeaseId, Owner, PublicationKey, SessionId, Version, WorkspaceId,
+    Generation, HostId, LeaseId, Owner, PublicationKey, RequestKey, SessionId, TaskId, Version,
+    WorkspaceId,
 };
 use crate::model::journal::Journal;
 use crate::model::lease::{Lease, LeaseState};
+use crate::model::ledger::Unresolved;
+use crate::model::request::Settlement;
 use crate::model::workspace::{
     Acquire, Acquired, Current, KeyState, Predecessor, Publish, Refusal, Workspace,
 };
 use crate::store::Unreadable;
 
+pub use ledger::{Ledger, PRUNED};
 pub use memory::MemoryAuthority;
 pub use sqlite::SqliteAuthority;
 
@@ -132,6 +137,9 @@ pub enum Happening {
         generation: Generation,
         /// Old owner and generation, and why its lease ended.
         predecessor: Option<Predecessor>,
+        /// What former writers left without a known outcome.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        unresolved: Vec<Unresolved>,
     },
     /// The head advanced.
     Published {
@@ -146,9 +154,9 @@ pub enum Happening {
         /// What it made.
         at: HeadAt,
     },
-    /// An acquisition or a publication was refused.
+    /// An acquisition, a publication or an external request was refused.
     Refused {
-        /// `acquire` or `publish`.
+        /// `acquire`, `publish` or `begin`.
         verb: String,
         /// Who asked.
         session: SessionId,
@@ -163,6 +171,35 @@ pub enum Happening {
     Buried {
         /// The key.
         key: PublicationKey,
+    },
+    /// An external request was begun, or a newer generation asked for it again.
+    Begun {
+        /// What is to happen outside.
+        task: TaskId,
+        /// The key it is sent with.
+        key: RequestKey,
+        /// By which session.
+        session: SessionId,
+        /// Under which generation.
+        generation: Generation,
+        /// Whether an older generation had begun it.
+        resumed: bool,
+    },
+    /// The outcome of an external request was told.
+    Settled {
+        /// What was to happen outside.
+        task: TaskId,
+        /// The key it was sent with.
+        key: RequestKey,
+        /// What became of it, and who says so.
+        told: Settlement,
+    },
+    /// An open publication or request was given to somebody.
+    Assigned {
+        /// Its key.
+        key: String,
+        /// To whom.
+        to: Owner,
     },
     /// It was put on HOLD.
     Held {
@@ -189,7 +226,7 @@ pub struct HistoryRow {
 }
 
 /// See the module. Calls block. Each is one transaction.
-pub trait Authority: Send + Sync {
+pub trait Authority: Ledger {
     /// Makes a workspace; over a tombstone it goes on from its generation.
     ///
     /// # Errors
@@ -235,8 +272,14 @@ pub trait Authority: Send + Sync {
     /// Advances the head by one layer, under the predicate of I1.
     fn publish(&self, wish: &Publish, rider: Rider<'_, HeadAt>) -> Answer<HeadAt>;
 
-    /// Finds the commit of a key, or buries the key (I7). Never answers [`KeyState::Unused`].
-    fn resolve(&self, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Error>;
+    /// Finds the answer that a key got, or buries the key (I7). Never answers a state that is
+    /// open, nor [`KeyState::Unused`]; [`KeyState::Forgotten`] says nothing about what it did.
+    fn resolve(
+        &self,
+        id: &WorkspaceId,
+        key: PublicationKey,
+        rider: Rider<'_, KeyState>,
+    ) -> Result<KeyState, Error>;
 
     /// Puts a workspace on HOLD. One the authority does not know gets a held tombstone, so that
     /// nobody makes it again below a generation that was seen.

@@ -1,15 +1,19 @@
 //! The embedded authority: tables in the host's own database, so that an acquisition, the session
 //! record and the evidence of it are one transaction.
 
+mod ledger;
+
 use std::sync::Arc;
 
 use rusqlite::OptionalExtension as _;
 
 use super::verbs::{Backend, Rows};
 use super::{
-    Error, Happening, HistoryRow, Journal, KeyState, PublicationKey, Unreadable, Workspace,
-    WorkspaceId,
+    Error, Happening, HistoryRow, Journal, PublicationKey, Unreadable, Workspace, WorkspaceId,
 };
+use crate::model::ids::{RequestKey, TaskId};
+use crate::model::ledger::{Publication, Which};
+use crate::model::request::Request;
 use crate::model::time::BootInstant;
 use crate::store::{Durability, Error as Fault, Store, Tx, unreadable};
 
@@ -69,7 +73,6 @@ struct Table<'a> {
 }
 
 const WORKSPACES: &str = "workspaces";
-const PUBLICATIONS: &str = "publications";
 const HISTORY: &str = "history";
 
 fn sql(op: &'static str) -> impl FnOnce(rusqlite::Error) -> Fault {
@@ -107,34 +110,48 @@ impl Rows for Table<'_> {
         Ok(())
     }
 
-    fn key(&mut self, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Fault> {
-        let found: Option<(String, Vec<u8>)> = self
-            .tx
-            .conn
-            .prepare_cached("SELECT record, mac FROM publications WHERE workspace = ? AND key = ?")
-            .and_then(|mut s| {
-                s.query_row((id.as_str(), key.to_string()), |r| r.try_into()).optional()
-            })
-            .map_err(sql("read publication"))?;
-        let Some((text, mac)) = found else { return Ok(KeyState::Unused) };
-        self.tx.unseal(PUBLICATIONS, &format!("{id} {key}"), &text, &mac)
+    fn wall(&self) -> jiff::Timestamp {
+        jiff::Timestamp::now()
     }
 
-    fn set_key(
+    fn publication(
         &mut self,
         id: &WorkspaceId,
         key: PublicationKey,
-        state: &KeyState,
-    ) -> Result<(), Fault> {
-        let (text, mac) = self.tx.seal(PUBLICATIONS, &format!("{id} {key}"), state)?;
-        self.tx
-            .conn
-            .prepare_cached(
-                "INSERT INTO publications (workspace, key, record, mac) VALUES (?, ?, ?, ?)",
-            )
-            .and_then(|mut s| s.execute((id.as_str(), key.to_string(), text, mac)))
-            .map_err(sql("write publication"))?;
-        Ok(())
+    ) -> Result<Option<Publication>, Fault> {
+        ledger::publication(self.tx, id, key)
+    }
+
+    fn put_publication(&mut self, row: &Publication) -> Result<(), Fault> {
+        ledger::put_publication(self.tx, row)
+    }
+
+    fn publications(&mut self, which: &Which) -> Result<Vec<Publication>, Fault> {
+        ledger::publications(self.tx, which)
+    }
+
+    fn prune(
+        &mut self,
+        id: &WorkspaceId,
+        before_ms: u64,
+    ) -> Result<(Option<PublicationKey>, usize), Fault> {
+        ledger::prune(self.tx, id, before_ms)
+    }
+
+    fn request(&mut self, id: &WorkspaceId, key: &RequestKey) -> Result<Option<Request>, Fault> {
+        ledger::request(self.tx, id, key)
+    }
+
+    fn requests_of(&mut self, id: &WorkspaceId, task: &TaskId) -> Result<Vec<Request>, Fault> {
+        ledger::requests_of(self.tx, id, task)
+    }
+
+    fn put_request(&mut self, row: &Request) -> Result<(), Fault> {
+        ledger::put_request(self.tx, row)
+    }
+
+    fn requests(&mut self, which: &Which) -> Result<Vec<Request>, Fault> {
+        ledger::requests(self.tx, which)
     }
 
     fn log(&mut self, id: &WorkspaceId, what: Happening) -> Result<(), Fault> {
@@ -192,7 +209,7 @@ impl Rows for Table<'_> {
 mod tests {
     use super::*;
     use crate::authority::conformance::{Fixture, TestClock, run};
-    use crate::authority::{Authority, NewWorkspace, no_rider};
+    use crate::authority::{Authority, Ledger as _, NewWorkspace, no_rider};
     use crate::store::Paths;
 
     struct Embedded {
@@ -224,6 +241,80 @@ mod tests {
     #[test]
     fn sqlite_conforms() {
         run(&|| Box::new(embedded()));
+    }
+
+    /// What the build before the ledger left: an answer and nothing else beside each key.
+    #[test]
+    fn i7_keys_of_an_older_build_keep_their_answer() {
+        use crate::model::head::{Digest, Head, HeadAt};
+        use crate::model::ids::{LeaseId, SessionId, Version};
+        use crate::model::ledger::KeyState;
+        use crate::model::workspace::Publish;
+
+        let host = embedded();
+        let paths = Paths::under(host.dir.path());
+        let id: WorkspaceId = "w".parse().unwrap();
+        let new = NewWorkspace {
+            id: id.clone(),
+            owner: "ann".parse().unwrap(),
+            contact: String::new(),
+            labels: Default::default(),
+            layers: vec![],
+        };
+        host.authority.create(&new, no_rider()).unwrap().unwrap();
+        let at = HeadAt { version: Version(1), head: Head(vec![Digest([1; 32])]) };
+        let committed = KeyState::Committed { layer: Digest([1; 32]), at: at.clone() };
+        let (one, two) = (PublicationKey::from_u128(1), PublicationKey::from_u128(2));
+        host.store
+            .transact(Durability::Full, |tx| {
+                for (key, state) in [(one, &committed), (two, &KeyState::Buried)] {
+                    let (text, mac) = tx.seal("publications", &format!("w {key}"), state)?;
+                    let row = (key.to_string(), text, mac);
+                    tx.conn
+                        .execute(
+                            "INSERT INTO publications (workspace, key, record, mac)
+                             VALUES ('w', ?, ?, ?)",
+                            row,
+                        )
+                        .map_err(sql("as it was"))?;
+                }
+                tx.conn
+                    .execute_batch(
+                        "DROP TABLE requests; DROP INDEX publications_open;
+                         ALTER TABLE publications DROP COLUMN open;
+                         ALTER TABLE publications DROP COLUMN decided;
+                         PRAGMA user_version = 1;",
+                    )
+                    .map_err(sql("as it was"))
+            })
+            .unwrap();
+        let Embedded { store, authority, clock, dir } = host;
+        drop((authority, store));
+        let store = Arc::new(Store::open(&paths, clock.clock()).unwrap());
+        let authority = SqliteAuthority::new(Arc::clone(&store));
+        assert_eq!(authority.resolve(&id, one, no_rider()).unwrap(), committed);
+        assert_eq!(authority.resolve(&id, two, no_rider()).unwrap(), KeyState::Buried);
+        let wish = Publish {
+            workspace: id.clone(),
+            lease: LeaseId::from_u128(1),
+            generation: crate::model::ids::Generation(1),
+            session: SessionId::from_u128(1),
+            expected: HeadAt::default(),
+            key: one,
+            layer: Digest([1; 32]),
+        };
+        assert_eq!(authority.publish(&wish, no_rider()).unwrap().unwrap(), at);
+        let other = Publish { layer: Digest([2; 32]), ..wish };
+        let refusal = authority.publish(&other, no_rider()).unwrap().unwrap_err();
+        assert_eq!(refusal.code, crate::model::code::Code::KeyUsed);
+        let open = Which { workspace: None, open: true, limit: 9 };
+        assert_eq!(authority.publications(&open).unwrap(), []);
+        // Their 90 days begin with the migration.
+        let now = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap();
+        assert_eq!(authority.prune(now - 90 * 86_400_000).unwrap(), 0);
+        assert_eq!(authority.prune(now + 60_000).unwrap(), 2);
+        assert_eq!(authority.resolve(&id, one, no_rider()).unwrap(), KeyState::Forgotten);
+        drop(dir);
     }
 
     #[test]

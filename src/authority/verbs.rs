@@ -1,29 +1,45 @@
 //! Each verb once, over whatever a backend calls a transaction.
 
+use super::ledger::{conclude, state_of, taken_over};
 use super::{
     Acquire, Acquired, Answer, Authority, Code, Error, Generation, Happening, HeadAt, HistoryRow,
     Journal, KeyState, Lease, LeaseId, LeaseState, NewWorkspace, PublicationKey, Publish, Refusal,
     Renewal, Rider, Unreadable, Workspace, WorkspaceId, created, unknown,
 };
-use crate::model::ids::InvalidId;
+use crate::model::ids::{InvalidId, RequestKey, TaskId};
+use crate::model::ledger::{Publication, Which};
+use crate::model::request::Request;
 use crate::model::time::BootInstant;
 use crate::model::workspace::Ruled;
 use crate::store::{Durability, Error as Fault};
 
-type Outcome<T> = Result<Result<T, Refusal>, Fault>;
+pub(super) type Outcome<T> = Result<Result<T, Refusal>, Fault>;
 
 /// The rows of one transaction.
 pub(super) trait Rows {
     fn now(&self) -> BootInstant;
     fn load(&mut self, id: &WorkspaceId) -> Result<Option<Workspace>, Fault>;
     fn save(&mut self, workspace: &Workspace) -> Result<(), Fault>;
-    fn key(&mut self, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Fault>;
-    fn set_key(
+    /// The wall clock, for people and for how long rows are kept.
+    fn wall(&self) -> jiff::Timestamp;
+    fn publication(
         &mut self,
         id: &WorkspaceId,
         key: PublicationKey,
-        state: &KeyState,
-    ) -> Result<(), Fault>;
+    ) -> Result<Option<Publication>, Fault>;
+    fn put_publication(&mut self, row: &Publication) -> Result<(), Fault>;
+    fn publications(&mut self, which: &Which) -> Result<Vec<Publication>, Fault>;
+    /// Removes closed rows whose key was made, and whose answer was given, before a time; those of
+    /// the lowest keys, at most `PRUNED`. Gives the highest key removed, and how many were.
+    fn prune(
+        &mut self,
+        id: &WorkspaceId,
+        before_ms: u64,
+    ) -> Result<(Option<PublicationKey>, usize), Fault>;
+    fn request(&mut self, id: &WorkspaceId, key: &RequestKey) -> Result<Option<Request>, Fault>;
+    fn requests_of(&mut self, id: &WorkspaceId, task: &TaskId) -> Result<Vec<Request>, Fault>;
+    fn put_request(&mut self, row: &Request) -> Result<(), Fault>;
+    fn requests(&mut self, which: &Which) -> Result<Vec<Request>, Fault>;
     fn log(&mut self, id: &WorkspaceId, what: Happening) -> Result<(), Fault>;
     fn journal(&mut self, journal: &Journal) -> Result<(), Fault>;
     fn all(&mut self) -> Result<Vec<Result<Workspace, Unreadable>>, Fault>;
@@ -59,7 +75,11 @@ fn rule<T>(
     }
 }
 
-fn finish<T>(rows: &mut dyn Rows, rider: Rider<'_, T>, answer: Result<T, Refusal>) -> Outcome<T> {
+pub(super) fn finish<T>(
+    rows: &mut dyn Rows,
+    rider: Rider<'_, T>,
+    answer: Result<T, Refusal>,
+) -> Outcome<T> {
     rows.journal(&rider(&answer))?;
     Ok(answer)
 }
@@ -91,7 +111,10 @@ fn delete(rows: &mut dyn Rows, id: &WorkspaceId, why: &str) -> Outcome<()> {
 }
 
 fn acquire(rows: &mut dyn Rows, wish: &Acquire) -> Outcome<Acquired> {
-    let answer = rule(rows, &wish.workspace, |old, now| old.acquire(wish, now))?;
+    let mut answer = rule(rows, &wish.workspace, |old, now| old.acquire(wish, now))?;
+    if let Ok(acquired) = &mut answer {
+        acquired.unresolved = taken_over(rows, &wish.workspace, acquired.lease.generation)?;
+    }
     let what = match &answer {
         Ok(acquired) => Happening::Acquired {
             owner: wish.owner.clone(),
@@ -100,6 +123,7 @@ fn acquire(rows: &mut dyn Rows, wish: &Acquire) -> Outcome<Acquired> {
             lease: wish.lease,
             generation: acquired.lease.generation,
             predecessor: acquired.predecessor.clone(),
+            unresolved: acquired.unresolved.clone(),
         },
         Err(refusal) => Happening::Refused {
             verb: "acquire".to_owned(),
@@ -114,14 +138,20 @@ fn acquire(rows: &mut dyn Rows, wish: &Acquire) -> Outcome<Acquired> {
 }
 
 fn publish(rows: &mut dyn Rows, wish: &Publish) -> Outcome<HeadAt> {
-    let key = rows.key(&wish.workspace, wish.key)?;
-    let answer = rule(rows, &wish.workspace, |old, now| old.publish(wish, &key, now))?;
+    let (row, state) = state_of(rows, &wish.workspace, wish.key)?;
+    // The same key with other content: whatever the row says, it is not this one's answer.
+    let other = row.as_ref().is_some_and(|row| !row.is_about(wish));
+    let answer = rule(rows, &wish.workspace, |old, now| match other {
+        true => Err(old.refuse(Code::KeyUsed)),
+        false => old.publish(wish, &state, now),
+    })?;
+    let open = state == KeyState::Unused || state.is_open();
     match &answer {
         // The same key gets the same answer; it happened once.
-        Ok(_) if key != KeyState::Unused => {}
+        Ok(_) if !open => {}
         Ok(at) => {
             let state = KeyState::Committed { layer: wish.layer, at: at.clone() };
-            rows.set_key(&wish.workspace, wish.key, &state)?;
+            conclude(rows, wish, row, state)?;
             rows.log(
                 &wish.workspace,
                 Happening::Published {
@@ -133,18 +163,37 @@ fn publish(rows: &mut dyn Rows, wish: &Publish) -> Outcome<HeadAt> {
                 },
             )?;
         }
-        Err(refusal) => rows.log(
-            &wish.workspace,
-            Happening::Refused {
-                verb: "publish".to_owned(),
-                session: wish.session,
-                generation: Some(wish.generation),
-                code: refusal.code,
-                current: refusal.current.clone(),
-            },
-        )?,
+        Err(refusal) => {
+            if open && !other {
+                conclude(rows, wish, row, KeyState::Rejected { code: refusal.code })?;
+            }
+            rows.log(
+                &wish.workspace,
+                Happening::Refused {
+                    verb: "publish".to_owned(),
+                    session: wish.session,
+                    generation: Some(wish.generation),
+                    code: refusal.code,
+                    current: refusal.current.clone(),
+                },
+            )?;
+        }
     }
     Ok(answer)
+}
+
+fn resolve(rows: &mut dyn Rows, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Fault> {
+    let (row, state) = state_of(rows, id, key)?;
+    if !(state == KeyState::Unused || state.is_open()) {
+        return Ok(state);
+    }
+    let now = rows.wall().to_string();
+    let mut row = row.unwrap_or_else(|| Publication::new(id.clone(), key, None, &now));
+    if row.advance(KeyState::Buried, &now) {
+        rows.put_publication(&row)?;
+    }
+    rows.log(id, Happening::Buried { key })?;
+    Ok(KeyState::Buried)
 }
 
 fn renew_one(rows: &mut dyn Rows, one: &Renewal) -> Outcome<Lease> {
@@ -266,15 +315,16 @@ impl<B: Backend> Authority for B {
         })
     }
 
-    fn resolve(&self, id: &WorkspaceId, key: PublicationKey) -> Result<KeyState, Error> {
+    fn resolve(
+        &self,
+        id: &WorkspaceId,
+        key: PublicationKey,
+        rider: Rider<'_, KeyState>,
+    ) -> Result<KeyState, Error> {
         self.transact(Durability::Full, |rows| {
-            let found = rows.key(id, key)?;
-            if found != KeyState::Unused {
-                return Ok(found);
-            }
-            rows.set_key(id, key, &KeyState::Buried)?;
-            rows.log(id, Happening::Buried { key })?;
-            Ok(KeyState::Buried)
+            let found = resolve(rows, id, key)?;
+            rows.journal(&rider(&Ok(found.clone())))?;
+            Ok(found)
         })
     }
 

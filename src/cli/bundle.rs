@@ -1,15 +1,19 @@
 //! `overfence bundle`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use clap::Subcommand;
+use clap::{Args, Subcommand};
 use serde::Serialize;
 
 use super::context::Context;
-use super::table;
+use super::diff::Printer;
+use super::{parse, session, table};
 use crate::agent::failure::Failure;
+use crate::api::client::path;
 use crate::model::code::Code;
-use crate::model::head::Digest;
+use crate::model::head::{Digest, Head};
+use crate::model::ids::{Generation, SessionId, WorkspaceId};
+use crate::model::view::{ApplyBundle, Opened, PathText};
 use crate::upper::bundle::{self, Provenance};
 
 /// What can be done with bundles.
@@ -20,11 +24,37 @@ pub enum Verb {
         /// The bundle's directory.
         path: PathBuf,
     },
+    /// Show what a bundle changes against the layers that it was made on, and verify it on the way.
+    Diff {
+        /// The bundle's directory.
+        path: PathBuf,
+    },
+    /// Open a session whose upper is a bundle's, made to fit the present head; refused, with the
+    /// paths, where both sides changed the same. Asks the agent, and publishes nothing by itself.
+    Apply(Box<Apply>),
     /// Read a bundle whole: every digest, size and entry.
     Verify {
         /// The bundle's directory.
         path: PathBuf,
     },
+}
+
+/// `bundle apply`
+#[derive(Debug, Args)]
+pub struct Apply {
+    /// The bundle's directory.
+    path: PathBuf,
+    #[command(flatten)]
+    terms: session::Terms,
+    /// Whose life the lease follows: the command's, or whoever calls `lease beat`.
+    #[arg(long, value_name = "WHO", default_value = "beat")]
+    holder: session::Holder,
+    /// The person who takes the responsibility.
+    #[arg(long, value_name = "NAME")]
+    authorised_by: String,
+    /// Why; goes into the evidence.
+    #[arg(long, value_name = "TEXT")]
+    reason: String,
 }
 
 /// A bundle, as shown.
@@ -47,16 +77,13 @@ struct BundleView {
 /// Does it.
 pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
     let (path, verified) = match verb {
+        Verb::Apply(wish) => return apply(context, *wish),
+        Verb::Diff { path } => return diff(context, &path),
         Verb::Inspect { path } => (path, false),
         Verb::Verify { path } => (path, true),
     };
     let read = if verified { bundle::verify(&path) } else { bundle::inspect(&path) };
-    let bundle = read.map_err(|fault| {
-        use std::error::Error as _;
-        let source = fault.source().map(|source| format!(" ({source})")).unwrap_or_default();
-        let code = if path.exists() { Code::BundleInvalid } else { Code::NotFound };
-        Failure::new(code, format!("{}: {fault}{source}", path.display()))
-    })?;
+    let bundle = read.map_err(|fault| unread(&path, &fault))?;
     let view = BundleView {
         verified,
         layer: bundle.layer.diff_id,
@@ -66,6 +93,68 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         provenance: bundle.provenance,
     };
     context.show(&view, shown)
+}
+
+fn apply(context: &Context, wish: Apply) -> Result<(), Failure> {
+    let workspace = wish.terms.workspace.clone();
+    let body = ApplyBundle {
+        bundle: parse::path_text(&wish.path)?,
+        authorised_by: wish.authorised_by,
+        reason: wish.reason,
+        open: session::wish(wish.terms, wish.holder, None)?,
+    };
+    let opened: Opened = context
+        .client()?
+        .post(&path(&["bundles", "apply"]), &body)
+        .map_err(|failure| session::held(&workspace, failure))?;
+    context.show(&opened, session::opened)
+}
+
+fn unread(path: &Path, fault: &crate::upper::Error) -> Failure {
+    use std::error::Error as _;
+    let source = fault.source().map(|source| format!(" ({source})")).unwrap_or_default();
+    let code = if path.exists() { Code::BundleInvalid } else { Code::NotFound };
+    Failure::new(code, format!("{}: {fault}{source}", path.display()))
+}
+
+/// Whose changes a diff shows.
+#[derive(Serialize)]
+struct Of<'b> {
+    bundle: PathText,
+    workspace: &'b WorkspaceId,
+    session: SessionId,
+    generation: Generation,
+    base: &'b Head,
+}
+
+fn diff(context: &Context, path: &Path) -> Result<(), Failure> {
+    let bundle = bundle::inspect(path).map_err(|fault| unread(path, &fault))?;
+    let from = &bundle.provenance;
+    let of = Of {
+        bundle: PathText::of(path),
+        workspace: &from.workspace,
+        session: from.session,
+        generation: from.generation,
+        base: &from.base,
+    };
+    let mut printer = Printer::new(context, &of)?;
+    let (mut outcome, mut left) = (Ok(()), false);
+    let read = bundle::diff(path, |row| match printer.row(&row) {
+        Ok(more) => {
+            left = !more;
+            more
+        }
+        Err(failure) => {
+            outcome = Err(failure);
+            false
+        }
+    });
+    match (read, outcome) {
+        (Err(fault), _) => Err(printer.broken(unread(path, &fault))),
+        (Ok(()), Err(failure)) => Err(printer.broken(failure)),
+        (Ok(()), Ok(())) if left => Ok(()),
+        (Ok(()), Ok(())) => printer.end(),
+    }
 }
 
 fn shown(view: &BundleView) -> String {

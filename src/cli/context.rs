@@ -11,6 +11,9 @@ use crate::api::client::Client;
 use crate::config::Config;
 use crate::model::code::Code;
 
+/// A session's own socket, as its processes see it.
+pub(super) const INSIDE: &str = "/run/overfence/session.sock";
+
 /// What every verb gets.
 pub(super) struct Context {
     common: Common,
@@ -45,7 +48,11 @@ impl Context {
 
     /// A client of the socket inside a session.
     pub(super) fn inside(&self) -> Result<Client, Failure> {
-        Client::new("/run/overfence/session.sock".as_ref(), self.common.timeout)
+        Client::new(INSIDE.as_ref(), self.common.timeout)
+    }
+
+    pub(super) fn quiet(&self) -> bool {
+        self.common.quiet
     }
 
     pub(super) fn json(&self) -> bool {

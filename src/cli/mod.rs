@@ -9,6 +9,7 @@ mod config;
 mod context;
 mod daemons;
 mod demo;
+mod diff;
 mod docs;
 mod doctor;
 mod drain;
@@ -18,8 +19,10 @@ mod gc;
 mod lease;
 mod parse;
 mod preserved;
+mod publication;
 #[cfg(test)]
 mod reference;
+mod request;
 mod run;
 mod session;
 mod status;
@@ -109,7 +112,8 @@ pub enum Verb {
     Session(session::Verb),
     /// Stop a session's writer in the kernel and prove it.
     Fence(fence::Fence),
-    /// Give a fenced session a new lease and generation and let it run on.
+    /// Give a fenced session a new lease and generation and let it run on; one that has no process
+    /// any more comes back as a new session on a copy of its upper.
     Readmit(fence::Readmit),
     /// Leases: who may write, and until when.
     #[command(subcommand)]
@@ -120,9 +124,15 @@ pub enum Verb {
     /// Preserved deltas: what stale writers left that no publication holds.
     #[command(subcommand)]
     Preserved(preserved::Verb),
-    /// Patch bundles: exported deltas. Needs neither agent nor root.
+    /// Patch bundles: exported deltas. All but `apply` needs neither agent nor root.
     #[command(subcommand)]
     Bundle(bundle::Verb),
+    /// Publications: what was offered to the authority, and what it answered.
+    #[command(subcommand)]
+    Publication(publication::Verb),
+    /// External requests: what a writer asks of others, once, and what became of it.
+    #[command(subcommand)]
+    Request(request::Verb),
     /// Remove what is safe to delete.
     Gc(gc::Gc),
     /// The chained record of what was decided and what the kernel answered.
@@ -234,6 +244,8 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
         Verb::Ticket(verb) => ticket::main(context, verb),
         Verb::Preserved(verb) => preserved::main(context, verb),
         Verb::Bundle(verb) => bundle::main(context, verb),
+        Verb::Publication(verb) => publication::main(context, verb),
+        Verb::Request(verb) => request::main(context, verb),
         Verb::Gc(wish) => gc::main(context, wish),
         Verb::Drain(wish) => drain::main(context, &wish),
         Verb::Breaker(verb) => breaker::main(context, verb),

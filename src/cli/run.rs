@@ -68,7 +68,11 @@ fn command(argv: Vec<OsString>) -> Command {
 pub(super) fn run(context: &Context, wish: Run) -> Result<u8, Failure> {
     only_root("run")?;
     let client = context.client()?;
-    let session = open(&client, wish.terms, wish.holder, None)?.session;
+    let opened = open(&client, wish.terms, wish.holder, None)?;
+    if let Some(left) = super::session::unresolved(&opened) {
+        context.note(&format!("overfence: without a known outcome: {left}"));
+    }
+    let session = opened.session;
     context.note(&format!(
         "overfence: session {} of {}, generation {}, on version {}",
         session.id, session.workspace, session.generation, session.base.version

@@ -1,20 +1,25 @@
 //! `overfence session`
 
 use clap::{Args, Subcommand, ValueEnum};
+use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use super::context::Context;
+use super::diff::Printer;
 use super::{fence, parse, run, table};
 use crate::agent::failure::Failure;
 use crate::api::client::{Client, path};
+use crate::api::failure_of;
 use crate::model::code::Code;
+use crate::model::head::HeadAt;
 use crate::model::lease::HolderKind;
 use crate::model::limits::{Cpus, Limits, Size};
-use crate::model::session::CloseMode;
+use crate::model::session::{CloseMode, Seeded};
 use crate::model::slice::Slice;
 use crate::model::view::{
-    Checkpointed, CloseSession, CreateWorkspace, OpenSession, Opened, SealingView, SessionView,
+    Checkpointed, CloseSession, CreateWorkspace, DiffLine, OpenSession, Opened, SealingView,
+    SessionView,
 };
 
 /// What can be done with sessions.
@@ -30,6 +35,13 @@ pub enum Verb {
     },
     /// Show one: state, lease, proved facts, who holds a fence up.
     Inspect {
+        /// Its id, or a unique prefix.
+        #[arg(value_parser = parse::name)]
+        session: String,
+    },
+    /// Show what it changed against what it was mounted on: added, modified, deleted, of another
+    /// type. Of a running one as it stands now.
+    Diff {
         /// Its id, or a unique prefix.
         #[arg(value_parser = parse::name)]
         session: String,
@@ -158,6 +170,7 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
             context.list(&all, "sessions", list)
         }
         Verb::Inspect { session } => context.show(&get(&client, &session)?, one),
+        Verb::Diff { session } => diff(context, &client, &session),
         Verb::Exec(wish) => run::exec(context, wish).map(drop),
         Verb::Checkpoint { session } => {
             let place = path(&["sessions", &session, "checkpoint"]);
@@ -182,6 +195,17 @@ pub(super) fn open(
     holder: Holder,
     external: Option<Slice>,
 ) -> Result<Opened, Failure> {
+    let wish = wish(terms, holder, external)?;
+    let workspace = wish.workspace.clone();
+    client.post(&path(&["sessions"]), &wish).map_err(|failure| held(&workspace, failure))
+}
+
+/// The terms as the API takes them.
+pub(super) fn wish(
+    terms: Terms,
+    holder: Holder,
+    external: Option<Slice>,
+) -> Result<OpenSession, Failure> {
     let labels: std::collections::BTreeMap<_, _> = terms.label.into_iter().collect();
     let create = match terms.create {
         false => None,
@@ -193,7 +217,7 @@ pub(super) fn open(
             ..CreateWorkspace::default()
         }),
     };
-    let wish = OpenSession {
+    Ok(OpenSession {
         workspace: terms.workspace,
         create,
         owner: terms.owner,
@@ -215,13 +239,11 @@ pub(super) fn open(
         seal_after_ms: None,
         grace_ms: None,
         labels,
-    };
-    let workspace = wish.workspace.clone();
-    client.post(&path(&["sessions"]), &wish).map_err(|failure| held(&workspace, failure))
+    })
 }
 
 /// A workspace that somebody else writes: who, and what can be done.
-fn held(workspace: &str, failure: Failure) -> Failure {
+pub(super) fn held(workspace: &str, failure: Failure) -> Failure {
     let (Code::LeaseHeld, Some(now)) = (failure.code, &failure.current) else { return failure };
     let session = now.session.map_or_else(|| "unknown".into(), |session| session.to_string());
     let owner = now.owner.as_ref().map_or("nobody", |owner| owner.as_str());
@@ -231,6 +253,65 @@ fn held(workspace: &str, failure: Failure) -> Failure {
         now.generation
     );
     Failure { message, ..failure }
+}
+
+/// Whose changes a diff shows.
+#[derive(Serialize)]
+struct Of<'v> {
+    session: &'v str,
+    workspace: &'v str,
+    state: &'v str,
+    generation: u64,
+    /// What it was mounted on.
+    base: &'v HeadAt,
+}
+
+fn diff(context: &Context, client: &Client, session: &str) -> Result<(), Failure> {
+    let view = get(client, session)?;
+    let of = Of {
+        session: &view.id,
+        workspace: &view.workspace,
+        state: &view.state,
+        generation: view.generation,
+        base: &view.base,
+    };
+    let mut printer = Printer::new(context, &of)?;
+    // What ended it other than its summary.
+    let mut outcome = Some(Err(Failure::new(
+        Code::AgentUnreachable,
+        "the agent ended in the middle of the diff; ask again",
+    )));
+    let streamed = client.lines(&path(&["sessions", &view.id, "diff"]), |raw| {
+        let line = serde_json::from_slice(raw).map_err(std::io::Error::from)?;
+        let row = match line {
+            DiffLine::Row(row) => row,
+            DiffLine::End { .. } => {
+                outcome = Some(Ok(()));
+                return Ok(false);
+            }
+            DiffLine::Broken { problem } => {
+                outcome = Some(Err(failure_of(problem)));
+                return Ok(false);
+            }
+        };
+        match printer.row(&row) {
+            Ok(true) => Ok(true),
+            Ok(false) => {
+                outcome = None;
+                Ok(false)
+            }
+            Err(failure) => {
+                outcome = Some(Err(failure));
+                Ok(false)
+            }
+        }
+    });
+    match (streamed, outcome) {
+        (Err(failure), _) | (Ok(()), Some(Err(failure))) => Err(printer.broken(failure)),
+        (Ok(()), Some(Ok(()))) => printer.end(),
+        // Nobody reads any more.
+        (Ok(()), None) => Ok(()),
+    }
 }
 
 fn close(context: &Context, client: &Client, wish: &Close) -> Result<SessionView, Failure> {
@@ -291,7 +372,18 @@ pub(super) fn lost(view: &SessionView) -> Option<Failure> {
     Some(Failure::new(Code::LeaseLost, message))
 }
 
-fn opened(opened: &Opened) -> String {
+/// What former writers left without a known outcome, for the new one to see first.
+pub(super) fn unresolved(opened: &Opened) -> Option<String> {
+    let told = opened.unresolved.iter().map(|left| {
+        let task = left.task.as_ref().map(|task| format!(" of task {task}")).unwrap_or_default();
+        let by = left.generation.map(|g| format!(" by generation {g}")).unwrap_or_default();
+        let of = left.assignee.as_ref().map(|who| format!(", assigned to {who}"));
+        format!("{} {}{task}{by}{}", left.kind, left.key, of.unwrap_or_default())
+    });
+    Some(told.collect::<Vec<_>>().join("; ")).filter(|told| !told.is_empty())
+}
+
+pub(super) fn opened(opened: &Opened) -> String {
     let session = &opened.session;
     let predecessor = opened.predecessor.as_ref();
     table::facts([
@@ -311,6 +403,7 @@ fn opened(opened: &Opened) -> String {
                 )
             }),
         ),
+        ("unresolved", unresolved(opened)),
     ])
 }
 
@@ -366,7 +459,9 @@ pub(super) fn one(session: &SessionView) -> String {
         ("merged", Some(session.merged.0.clone())),
         ("upper", Some(session.upper.0.clone())),
         ("cgroup", Some(format!("{} ({} processes)", session.cgroup.0, session.processes))),
+        ("altered", session.altered.clone()),
         ("trouble", session.trouble.clone()),
+        ("began with", session.seeded.as_ref().map(seeded)),
     ]);
     for fact in &session.facts {
         let took = table::span(Duration::from_micros(fact.took_us));
@@ -385,6 +480,12 @@ pub(super) fn one(session: &SessionView) -> String {
         ));
     }
     text
+}
+
+fn seeded(from: &Seeded) -> String {
+    let Seeded { session, generation, bundle, authorised_by, reason } = from;
+    let what = bundle.map_or_else(|| "the upper".to_owned(), |digest| format!("bundle {digest}"));
+    format!("{what} of session {session} (generation {generation}), by {authorised_by}: {reason}")
 }
 
 fn checkpointed(done: &Checkpointed) -> String {

@@ -401,6 +401,27 @@ impl Cgroup {
         self.add(0)
     }
 
+    /// Takes a process in from wherever it is; one that has ended is fine. Where cgroups below have
+    /// controllers, which keeps this one from having processes, into one below that is made for it.
+    pub fn take_in(&self, pid: u32) -> Result<()> {
+        let answer = match self.add(pid) {
+            Err(e) if e.errno() == Some(Errno::BUSY) => {
+                let leaf = self.path.join("taken-in");
+                match rustix::fs::mkdir(&leaf, Mode::from_raw_mode(0o755)) {
+                    Ok(()) | Err(Errno::EXIST) => {}
+                    Err(e) => return Err(e).at("make cgroup", leaf),
+                }
+                let path = leaf.join("cgroup.procs");
+                std::fs::write(&path, pid.to_string()).at("move a process by writing", path)
+            }
+            answer => answer,
+        };
+        match answer {
+            Err(e) if e.errno() == Some(Errno::SRCH) => Ok(()),
+            answer => answer,
+        }
+    }
+
     /// Moves a process into it; 0 is the caller.
     pub fn add(&self, pid: u32) -> Result<()> {
         let path = self.path.join("cgroup.procs");

@@ -1,10 +1,11 @@
 //! One descriptor that wakes when the kernel has news of any session's cgroup: frozen, thawed,
 //! populated, emptied. It says who to look at again, never what happened: events are merged and
-//! held back, so the state is read afterwards. That a cgroup was removed is not reported (6.18):
-//! only emptying it is.
+//! held back, so the state is read afterwards. That a cgroup was removed its own files do not report
+//! (6.18), only the directory above it does.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use inotify::{EventMask, Inotify, WatchDescriptor, WatchMask};
@@ -27,6 +28,7 @@ pub struct CgroupEvents {
 struct State {
     inotify: Inotify,
     watched: HashMap<WatchDescriptor, SessionId>,
+    parents: HashSet<WatchDescriptor>,
 }
 
 impl CgroupEvents {
@@ -34,7 +36,10 @@ impl CgroupEvents {
     pub fn new() -> Result<Self> {
         let inotify = Inotify::init().at("make", "an inotify instance")?;
         let fd = inotify.as_fd().try_clone_to_owned().at("copy", "an inotify descriptor")?;
-        Ok(Self { state: Mutex::new(State { inotify, watched: HashMap::new() }), fd })
+        Ok(Self {
+            state: Mutex::new(State { inotify, watched: HashMap::new(), parents: HashSet::new() }),
+            fd,
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -49,6 +54,16 @@ impl CgroupEvents {
         let mut state = self.state();
         let watch = state.inotify.watches().add(&path, WatchMask::MODIFY).at("watch", path)?;
         state.watched.insert(watch, session);
+        Ok(())
+    }
+
+    /// Watches a directory of sessions' cgroups for the removal of one, each of which is named for its
+    /// session. Done again it is the same, or watches a directory that was made anew.
+    pub fn add_parent(&self, directory: &Path) -> Result<()> {
+        let mut state = self.state();
+        let watch =
+            state.inotify.watches().add(directory, WatchMask::DELETE).at("watch", directory)?;
+        state.parents.insert(watch);
         Ok(())
     }
 
@@ -81,6 +96,10 @@ impl CgroupEvents {
                     woken.extend(state.watched.values().copied());
                 }
                 woken.extend(state.watched.get(&event.wd).copied());
+                if state.parents.contains(&event.wd) {
+                    let name = event.name.and_then(|name| name.to_str());
+                    woken.extend(name.and_then(|name| name.parse::<SessionId>().ok()));
+                }
             }
         }
         Ok(woken.into_iter().collect())

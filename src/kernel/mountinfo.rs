@@ -154,6 +154,27 @@ fn in_table(fd: BorrowedFd<'_>) -> Result<Option<Superblock>> {
     Ok(read(None)?.into_iter().find(|mount| mount.id == id).map(|mount| mount.superblock))
 }
 
+/// Tells that the mounts of this mount namespace changed: one came or went, or was remounted by
+/// mount(2). A file system reconfigured by fsconfig(2), and another namespace, it does not tell of.
+#[derive(Debug)]
+pub struct Changes(std::fs::File);
+
+impl Changes {
+    /// From now on.
+    pub fn new() -> Result<Self> {
+        // The process's own, and not a thread's: it outlives the thread that opened it.
+        let path = "/proc/self/mountinfo";
+        std::fs::File::open(path).at("open", path).map(Self)
+    }
+
+    /// Whether there was a change since it was asked last. Does not wait.
+    pub fn any(&self) -> Result<bool> {
+        let now = Some(super::clock::now());
+        super::clock::poll_until(self.0.as_fd(), rustix::event::PollFlags::PRI, now)
+            .at("wait on", "the mounts")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

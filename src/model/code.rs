@@ -51,10 +51,15 @@ codes! {
     VersionMismatch "version_mismatch" 412 4 "The workspace was published to since this session last saw it.";
     HeadMismatch "head_mismatch" 412 4 "The workspace's head is not the one this session expects.";
     HeadMoved "head_moved" 412 4 "The head moved on; a fenced session can come back only through a bundle.";
+    Conflict "conflict" 409 4 "The bundle and the head changed the same paths; nothing was applied.";
     WorkspaceHeld "workspace_held" 409 4 "The workspace is on HOLD until an operator repairs it.";
     WorkspaceExists "workspace_exists" 409 4 "A workspace of this name exists.";
     KeyUsed "key_used" 409 4 "The key was used for other content.";
     KeyBuried "key_buried" 409 4 "The publication key was resolved as not committed and cannot be used again.";
+    KeyForgotten "key_forgotten" 409 4 "The key is older than the ledger goes back; what became of it is not known any more.";
+    TaskTaken "task_taken" 409 4 "The external task was begun under another key, which may have done it.";
+    AlreadySettled "already_settled" 409 4 "Another outcome was recorded before.";
+    TooManyOpen "too_many_open" 409 4 "Too many requests of this workspace are open; settle some first.";
     PredecessorUnfenced "predecessor_unfenced" 409 4 "The former writer on this host is not proved frozen yet; wait or use --force.";
     Doubt "doubt" 409 4 "It is not known whether the lease still holds; no new work is started.";
     WrongState "wrong_state" 409 4 "The session's state does not allow this.";

@@ -104,8 +104,10 @@ pub struct Holder {
     pub pid: u32,
     /// The command's name.
     pub command: String,
-    /// `descriptor`, `mapping`, `cwd`, `root` or `mount` of a process; `loop`: a loop device;
-    /// `kernel`: nothing that could be named; `others`: how many more there are than are listed.
+    /// `descriptor`, `mapping`, `cwd`, `root` or `mount` of a process; `in-flight`: a socket of its
+    /// with descriptors in it, of which nobody can say what they are; `loop`: a loop device;
+    /// `overlay`: a second overlay on the same upper, and who sees it; `kernel`: nothing that could
+    /// be named; `others`: how many more there are than are listed.
     pub how: String,
     /// The path or detail.
     pub what: String,
@@ -115,12 +117,34 @@ pub struct Holder {
     pub inside: bool,
 }
 
+impl Holder {
+    /// [`Holder::how`] of a second overlay on the same upper: it keeps nothing busy, and writes into
+    /// the upper past the session's own overlay.
+    pub const OVERLAY: &str = "overlay";
+
+    /// Whether it is a second overlay on the same upper.
+    pub fn is_overlay(&self) -> bool {
+        self.how == Self::OVERLAY
+    }
+}
+
 impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.how.as_str() {
             "kernel" => return write!(f, "held by the kernel, not nameable: {}", self.what),
             "loop" => return write!(f, "loop device {}", self.what),
             "others" => return f.write_str(&self.what),
+            Self::OVERLAY => {
+                return write!(
+                    f,
+                    "a second overlay on the same upper, seen by pid {} ({}): {}",
+                    self.pid, self.command, self.what
+                );
+            }
+            "in-flight" => {
+                let (pid, command, what) = (self.pid, &self.command, &self.what);
+                return write!(f, "perhaps pid {pid} ({command}), {what}");
+            }
             _ => {}
         }
         let place = if self.inside { "inside" } else { "outside" };
@@ -145,4 +169,19 @@ pub struct Blocker {
     pub wchan: String,
     /// System call line of /proc/PID/syscall, where readable.
     pub syscall: String,
+}
+
+/// A process of a session that somebody moved out of the session's cgroup, where no freeze meets it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Stray {
+    /// Process id.
+    pub pid: u32,
+    /// The command's name.
+    pub command: String,
+    /// The cgroup it was found in, on the v2 hierarchy.
+    pub found_in: String,
+    /// Why it is known to be the session's.
+    pub known_by: String,
+    /// Why it could not be brought back; `None`: it was.
+    pub left_out: Option<String>,
 }

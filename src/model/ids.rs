@@ -93,6 +93,14 @@ uuid_id!(
     /// One publication attempt; the same key always gets the same answer.
     PublicationKey, "p-", "publication key"
 );
+impl PublicationKey {
+    /// The lowest key that can have been made at a time, milliseconds since 1970: keys sort by when
+    /// they were made.
+    pub const fn first_at(ms: u64) -> Self {
+        Self(Uuid::from_u128((ms as u128) << 80))
+    }
+}
+
 uuid_id!(
     /// The host on which sessions are mounted; made once and kept in the state directory.
     HostId, "h-", "host id"
@@ -156,6 +164,14 @@ macro_rules! name_id {
 name_id!(
     /// A workspace: what is written.
     WorkspaceId, "workspace id", 128
+);
+name_id!(
+    /// What is to happen outside, once: an external task. Never a lease or a generation.
+    TaskId, "task", 128
+);
+name_id!(
+    /// The key that an external request is sent with.
+    RequestKey, "request key", 128
 );
 name_id!(
     /// Who asked for a lease, or who decided something. A claimed name: evidence keeps the

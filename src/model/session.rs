@@ -241,6 +241,22 @@ impl RunAs {
     pub const NOBODYS: u32 = u32::MAX;
 }
 
+/// Whose bytes a session began with, and who stands for that (I5).
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Seeded {
+    /// The session that wrote them.
+    pub session: SessionId,
+    /// Its generation.
+    pub generation: Generation,
+    /// Manifest digest of the bundle they came in; a readmission needs none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bundle: Option<Digest>,
+    /// The person who took the responsibility, as they were named.
+    pub authorised_by: String,
+    /// Why.
+    pub reason: String,
+}
+
 /// One mount session.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Session {
@@ -309,6 +325,9 @@ pub struct Session {
     pub seal: bool,
     /// Who did not freeze in time.
     pub blockers: Vec<Blocker>,
+    /// What somebody changed in the upper, past the overlay, since the session was proved read-only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub altered: Option<String>,
     /// Publications without a known outcome, and the layer each offered. They are resolved at the
     /// authority, never sent again under another key (I7).
     pub unknown: BTreeMap<PublicationKey, Digest>,
@@ -324,6 +343,9 @@ pub struct Session {
     pub tries: u32,
     /// The last thing that went wrong, in words.
     pub trouble: Option<String>,
+    /// What it began with, if it did not begin empty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seeded: Option<Seeded>,
 }
 
 impl Session {
@@ -386,7 +408,7 @@ impl Session {
     pub fn may_resume(&self) -> bool {
         let early = self.state == State::Fencing && !self.facts.has(Fact::Killed);
         let policy = self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed;
-        let doubt = matches!(self.loss, Some(Loss::Doubt { .. }));
+        let doubt = matches!(self.loss, Some(Loss::Doubt { .. })) && self.altered.is_none();
         policy && doubt && (early || self.readmittable().is_ok())
     }
 
@@ -403,11 +425,41 @@ impl Session {
         }
     }
 
-    /// Whether this session, fenced only for doubt, may come back by policy.
+    /// Whether this session, fenced only for doubt, may come back by policy. Upon an upper that
+    /// somebody else changed a person lets it run, or nobody.
     pub fn resumable_by_policy(&self) -> bool {
         self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed
+            && self.altered.is_none()
             && matches!(self.loss, Some(Loss::Doubt { .. }))
             && self.readmittable().is_ok()
+    }
+
+    /// Whether it can be readmitted as a new session, on what it left: its processes are gone, and
+    /// nobody can write there any more.
+    pub fn readmittable_anew(&self) -> Result<(), Code> {
+        match self.state {
+            State::Fenced | State::Preserved => {}
+            State::Fencing => return Err(Code::Busy),
+            State::Opening
+            | State::Active
+            | State::Releasing
+            | State::Deleting
+            | State::Closed
+            | State::Quarantined => return Err(Code::WrongState),
+        }
+        if self.disposition.is_some() || self.external.is_some() || !self.is_past_running() {
+            return Err(Code::WrongState);
+        }
+        if !self.unknown.is_empty() {
+            return Err(Code::UnknownPublication);
+        }
+        let proved = self.facts.has(Fact::Gone) || self.facts.has(Fact::ReadOnly);
+        if proved { Ok(()) } else { Err(Code::Busy) }
+    }
+
+    /// Whether nothing is left that could run on: it was killed, or is of an earlier boot.
+    pub fn is_past_running(&self) -> bool {
+        self.facts.has(Fact::Killed) || self.facts.has(Fact::Gone)
     }
 
     /// Whether a readmission is possible as far as this session goes.

@@ -14,7 +14,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::code::Code;
-use super::facts::{Blocker, Fact, Holder, Proof};
+use super::facts::{Blocker, Fact, Holder, Proof, Stray};
 use super::head::{Digest, HeadAt};
 use super::ids::{BootId, Generation, LeaseId, PublicationKey};
 use super::session::{
@@ -112,6 +112,11 @@ pub enum Event {
         /// What was read.
         seen: String,
     },
+    /// Somebody moved processes of it out of its cgroup; those that could be were brought back.
+    MovedOut {
+        /// Which.
+        strays: Vec<Stray>,
+    },
     /// The overlay is read-only and the probe got EROFS.
     ReadOnly {
         /// The kernel's answer.
@@ -126,9 +131,14 @@ pub enum Event {
         /// Who holds it.
         holders: Vec<Holder>,
     },
-    /// Somebody made it writable again.
+    /// Somebody made it writable again, or put a second overlay on its upper.
     ReadOnlyLost {
         /// What was read.
+        seen: String,
+    },
+    /// Somebody changed the upper of a read-only session, past its overlay.
+    UpperChanged {
+        /// What was found.
         seen: String,
     },
     /// The files and directories of the upper carry the flag.
@@ -305,9 +315,11 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         Event::Frozen { proof } => on_frozen(s, proof),
         Event::FreezeLate { blockers } => on_freeze_late(s, blockers),
         Event::ForeignThaw { .. } => on_foreign_thaw(s),
+        Event::MovedOut { .. } => on_moved_out(s),
         Event::ReadOnly { proof, empty } => on_read_only(s, proof, *empty),
         Event::Busy { proof, holders } => on_busy(s, proof, holders),
         Event::ReadOnlyLost { .. } => on_read_only_lost(s),
+        Event::UpperChanged { seen } => on_upper_changed(s, seen),
         Event::Sealed { proof } => on_sealed(s, proof),
         Event::SealLost { .. } => on_seal_lost(s),
         Event::Unsealed { .. } => on_unsealed(s),
@@ -335,6 +347,7 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
 
 mod effect;
 mod fence;
+mod foreign;
 mod hold;
 mod lifecycle;
 mod removal;
@@ -345,6 +358,7 @@ use fence::{
     lose, on_busy, on_fence_asked, on_foreign_thaw, on_freeze_late, on_frozen, on_read_only,
     on_read_only_lost, on_tick, writable_again,
 };
+use foreign::{on_moved_out, on_upper_changed};
 use hold::{
     on_captured, on_checkpoint_asked, on_close_asked, on_published, on_readmitted, on_released,
     on_thawed, on_writable,
@@ -363,10 +377,15 @@ fn begin_deleting(s: &mut Session, why: Disposition) -> Step {
 }
 
 /// Drops what is under way; a publication whose answer is still out becomes UNKNOWN, so that its
-/// bytes stay until the authority resolved it.
+/// bytes stay until the authority resolved it. So does one that was only prepared: the ledger may
+/// know of it, and somebody has to end it there.
 fn abandon_work(s: &mut Session) {
     if let Some(
-        Work::Checkpoint { key, stage: Stage::Publishing { layer }, .. }
+        Work::Checkpoint {
+            key,
+            stage: Stage::Publishing { layer } | Stage::Thawing { layer: Some(layer) },
+            ..
+        }
         | Work::Close { key, stage: Stage::Publishing { layer }, .. },
     ) = s.work.take()
     {

@@ -2,7 +2,9 @@
 //! on. Times are milliseconds unless the name says otherwise; `*_at` are RFC 3339.
 
 mod bounds;
+mod diff;
 mod host;
+mod ledger;
 mod session;
 
 use std::collections::BTreeMap;
@@ -13,13 +15,18 @@ use utoipa::ToSchema;
 use super::head::Digest;
 use super::lease::HolderKind;
 
+pub use diff::{Aspect, Change, DiffLine, DiffRow, DiffSummary, FileKind, Mark, Told};
 pub use host::{
     BreakerView, DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport,
     KeepSession, PreservedView, ResetBreaker, SpaceView, StatusView,
 };
+pub use ledger::{
+    AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,
+    SettleRequest,
+};
 pub use session::{
-    Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced, OpenSession,
-    Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
+    ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
+    OpenSession, Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
 };
 
 /// A problem, as `application/problem+json` (RFC 9457) with a stable code.
@@ -40,6 +47,9 @@ pub struct Problem {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub current: Option<super::workspace::Current>,
+    /// The external request that stands in the way, or that was recorded all the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub request: Option<RequestView>,
 }
 
 /// `workspace create`.

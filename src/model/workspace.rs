@@ -13,6 +13,10 @@ use super::ids::{
     Generation, HostId, LeaseId, Owner, PublicationKey, SessionId, Version, WorkspaceId,
 };
 use super::lease::{HolderKind, Lease, LeaseState};
+pub use super::ledger::KeyState;
+use super::ledger::Unresolved;
+use super::request::Begin;
+use super::session::Session;
 use super::time::BootInstant;
 
 /// One workspace as the authority keeps it.
@@ -38,6 +42,9 @@ pub struct Workspace {
     pub hold: Option<String>,
     /// A tombstone keeps the generation of a deleted workspace.
     pub deleted: bool,
+    /// Keys up to this one that have no row any more were forgotten, whatever they did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forgotten: Option<PublicationKey>,
 }
 
 /// What a refusal tells about the present state.
@@ -130,6 +137,9 @@ pub struct Acquired {
     pub at: HeadAt,
     /// Who wrote before.
     pub predecessor: Option<Predecessor>,
+    /// What former writers left without a known outcome; the authority fills it in.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unresolved: Vec<Unresolved>,
 }
 
 /// A wish to advance the head by one layer. The authority checks all of it in one transaction.
@@ -151,25 +161,23 @@ pub struct Publish {
     pub layer: Digest,
 }
 
-/// What became of a publication key.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum KeyState {
-    /// Never seen.
-    Unused,
-    /// Committed: this layer, giving this version and head.
-    Committed {
-        /// The layer published.
-        layer: Digest,
-        /// What it made.
-        at: HeadAt,
-    },
-    /// Resolved as not committed; it stays unusable.
-    Buried,
+impl Publish {
+    /// What `s` asks when it offers `layer` now.
+    pub fn of(s: &Session, key: PublicationKey, layer: Digest) -> Self {
+        Self {
+            workspace: s.workspace.clone(),
+            lease: s.lease,
+            generation: s.generation,
+            session: s.id,
+            expected: s.expected.clone(),
+            key,
+            layer,
+        }
+    }
 }
 
 /// Every reason for which [`Workspace::publish`] refuses.
-pub const PUBLISH_REFUSALS: [Code; 12] = [
+pub const PUBLISH_REFUSALS: [Code; 13] = [
     Code::StaleGeneration,
     Code::LeaseExpired,
     Code::LeaseRevoked,
@@ -182,6 +190,7 @@ pub const PUBLISH_REFUSALS: [Code; 12] = [
     Code::UnknownWorkspace,
     Code::KeyUsed,
     Code::KeyBuried,
+    Code::KeyForgotten,
 ];
 
 /// The old workspace and what became of it.
@@ -202,6 +211,7 @@ impl Workspace {
             lease: None,
             hold: None,
             deleted: false,
+            forgotten: tombstone.and_then(|t| t.forgotten),
         }
     }
 
@@ -216,7 +226,8 @@ impl Workspace {
         }
     }
 
-    fn refuse(&self, code: Code) -> Refusal {
+    /// A refusal that shows the present state.
+    pub fn refuse(&self, code: Code) -> Refusal {
         Refusal { code, current: Some(self.current()) }
     }
 
@@ -280,7 +291,8 @@ impl Workspace {
             why_ended: None,
         };
         let next = Self { generation, lease: Some(lease.clone()), ..self.clone() };
-        Ok((next, Acquired { lease, at: self.at.clone(), predecessor }))
+        let unresolved = Vec::new();
+        Ok((next, Acquired { lease, at: self.at.clone(), predecessor, unresolved }))
     }
 
     /// Whether `lease` with `generation` is the present one and still authorises its session.
@@ -351,6 +363,39 @@ impl Workspace {
         Ok((Self { lease: Some(ended), ..self.clone() }, ()))
     }
 
+    /// What is known of a key that has no row.
+    pub fn without_row(&self, key: PublicationKey) -> KeyState {
+        match self.forgotten {
+            Some(newest) if key <= newest => KeyState::Forgotten,
+            Some(_) | None => KeyState::Unused,
+        }
+    }
+
+    /// Whether a writer may do what lasts: all conditions of I1 but the key's.
+    fn may_commit(
+        &self,
+        (lease, generation, session): (LeaseId, Generation, SessionId),
+        expected: &HeadAt,
+        now: &BootInstant,
+    ) -> Result<(), Refusal> {
+        let present = self.authorised(lease, generation, now)?;
+        if present.session != session {
+            return Err(self.refuse(Code::SessionMismatch));
+        }
+        if expected.version != self.at.version {
+            return Err(self.refuse(Code::VersionMismatch));
+        }
+        if expected.head != self.at.head {
+            return Err(self.refuse(Code::HeadMismatch));
+        }
+        Ok(())
+    }
+
+    /// Whether an external request may be begun: the publication predicate, without a key.
+    pub fn may_begin(&self, wish: &Begin, now: &BootInstant) -> Result<(), Refusal> {
+        self.may_commit((wish.lease, wish.generation, wish.session), &wish.expected, now)
+    }
+
     /// The publication predicate (I1): all conditions, or nothing changes.
     pub fn publish(&self, wish: &Publish, key: &KeyState, now: &BootInstant) -> Ruled<HeadAt> {
         match key {
@@ -358,19 +403,12 @@ impl Workspace {
                 return Ok((self.clone(), at.clone()));
             }
             KeyState::Committed { .. } => return Err(self.refuse(Code::KeyUsed)),
+            KeyState::Rejected { code } => return Err(self.refuse(*code)),
             KeyState::Buried => return Err(self.refuse(Code::KeyBuried)),
-            KeyState::Unused => {}
+            KeyState::Forgotten => return Err(self.refuse(Code::KeyForgotten)),
+            KeyState::Unused | KeyState::Prepared | KeyState::Sent | KeyState::Unknown { .. } => {}
         }
-        let lease = self.authorised(wish.lease, wish.generation, now)?;
-        if lease.session != wish.session {
-            return Err(self.refuse(Code::SessionMismatch));
-        }
-        if wish.expected.version != self.at.version {
-            return Err(self.refuse(Code::VersionMismatch));
-        }
-        if wish.expected.head != self.at.head {
-            return Err(self.refuse(Code::HeadMismatch));
-        }
+        self.may_commit((wish.lease, wish.generation, wish.session), &wish.expected, now)?;
         let mut head = self.at.head.clone();
         if self.top == Some(wish.session) {
             head.0.pop();

@@ -8,7 +8,8 @@
 //! ├── overfence.db                SQLite, WAL; readable with `sqlite3`
 //! │   ├── meta          key                    -> value         host id, ids of the two keys, the open breaker
 //! │   ├── workspaces    id                     -> record, mac   the embedded authority
-//! │   ├── publications  workspace, key         -> record, mac   what became of each key
+//! │   ├── publications  workspace, key         -> record, mac   the ledger; open, decided to find by
+//! │   ├── requests      seq; workspace, key, task, open -> record, mac   external requests
 //! │   ├── history       seq; workspace, time   -> record, mac   granted, published, refused
 //! │   ├── sessions      id                     -> record, mac
 //! │   └── evidence      seq; session, workspace -> body, hash   the chain

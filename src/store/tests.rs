@@ -64,12 +64,14 @@ fn session(n: u128) -> Session {
         busy_since: None,
         seal: false,
         blockers: Vec::new(),
+        altered: None,
         unknown: BTreeMap::from([(PublicationKey::from_u128(5), Digest([6; 32]))]),
         disposition: None,
         witnessed: std::time::Duration::ZERO,
         keep_until: None,
         tries: 0,
         trouble: None,
+        seeded: None,
     }
 }
 

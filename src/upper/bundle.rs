@@ -15,6 +15,7 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
@@ -30,12 +31,16 @@ use serde::{Deserialize, Serialize};
 
 use super::layer::{Escaped, Hashed};
 use super::store::{LayerInfo, LayerStore, create, read_blob, write_durable};
-use super::tarfmt::Entries;
-use super::{At as _, Error, Result, Shown, Stop, Stoppable, remove, sync_dir, unique_name};
+use super::tarfmt::{Entries, Entry, Kind};
+use super::unpack::unpack;
+use super::{
+    At as _, Error, Result, Shown, Stop, Stoppable, path_of, remove, sync_dir, unique_name,
+};
 use crate::failpoint;
 use crate::kernel::walk::Dir;
 use crate::model::head::{Digest, Head, HeadAt};
 use crate::model::ids::{Generation, HostId, LeaseId, SessionId, WorkspaceId};
+use crate::model::view::{Change, DiffRow, FileKind, Mark, PathText, Told};
 
 /// The manifest annotation that carries the provenance.
 pub const PROVENANCE: &str = "overfence.provenance";
@@ -44,6 +49,9 @@ const ENTRIES: &str = "overfence.layer.entries";
 /// The statement every bundle makes.
 pub const STATEMENT: &str = "These bytes are unacknowledged local state of a session that lost its \
     lease. What of them no publication holds is part of no head; nothing merges them by itself.";
+
+/// How the name of one begins that is not whole yet.
+const PARTIAL: &str = ".overfence-bundle-";
 
 /// No JSON file in a bundle is longer than this.
 const MAX_JSON: u64 = 4 << 20;
@@ -137,12 +145,13 @@ pub fn export(
         Some(above) if !above.as_os_str().is_empty() => above,
         _ => Path::new("."),
     };
-    let partial = unique_name(above, ".overfence-bundle-")?;
+    let partial = unique_name(above, PARTIAL)?;
     failpoint::hit("upper.bundle.before");
     std::fs::DirBuilder::new().mode(readers.dirs()).create(&partial).at("make", &partial)?;
     let copied = write(store, &info, provenance, &partial, readers, stop);
     let written =
         copied.map_err(|error| if stop() { Error::Stopped } else { error }).and_then(|()| {
+            failpoint::hit("upper.bundle.rename.before");
             match rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE) {
                 Err(Errno::EXIST) => Err(Error::Exists { path: Shown::from(dest) }),
                 answer => answer.at("rename into place", dest),
@@ -156,6 +165,21 @@ pub fn export(
     sync_dir(above)?;
     failpoint::hit("upper.bundle.after");
     inspect(dest)
+}
+
+/// Takes away what a crash inside [`export`] left in a directory of bundles.
+pub fn sweep(bundles: &Path) -> Result<()> {
+    let entries = match std::fs::read_dir(bundles) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        answer => answer.at("list", bundles)?,
+    };
+    for entry in entries {
+        let entry = entry.at("list", bundles)?;
+        if entry.file_name().as_encoded_bytes().starts_with(PARTIAL.as_bytes()) {
+            remove::remove_tree(&entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// [`Error::Exists`] if something has this name: a bundle never takes a place that is taken.
@@ -410,6 +434,81 @@ pub fn verify(path: &Path) -> Result<Bundle> {
         Ok(count)
     })?;
     Ok(bundle)
+}
+
+/// Unpacks a bundle's layer into an empty directory, which becomes an upper: verified as by [`verify`]
+/// on the way, and whole only if this returns `Ok`. Needs root.
+pub fn unpack_into(path: &Path, upper: BorrowedFd<'_>, stop: Stop<'_>) -> Result<Bundle> {
+    let reader = Reader::open(path)?;
+    let bundle = reader.bundle()?;
+    let layer = Stoppable { inner: reader.layer(&bundle.layer)?, stop };
+    let outcome = read_blob(layer, &bundle.layer, |tar| unpack(tar, upper));
+    outcome.map_err(|error| if stop() { Error::Stopped } else { error })?;
+    Ok(bundle)
+}
+
+/// Hands what a bundle changes to `each`, row by row, until that says `false`; the layer is verified
+/// on the way, which is whole only if this returns `Ok`. What a name is to the base is what the
+/// exporter said. Needs neither agent nor root.
+pub fn diff(path: &Path, mut each: impl FnMut(DiffRow) -> bool) -> Result<()> {
+    let reader = Reader::open(path)?;
+    let bundle = reader.bundle()?;
+    let mut left = false;
+    let outcome = read_blob(reader.layer(&bundle.layer)?, &bundle.layer, |tar| {
+        let mut entries = Entries::new(tar);
+        let (mut count, mut told) = (0, None);
+        while let Some(entry) = entries.next_entry()? {
+            count += 1;
+            // The marker of a directory of which everything was told says nothing new.
+            if entry.kind == Kind::Opaque && told.as_ref() == Some(&entry.path) {
+                continue;
+            }
+            if entry.kind == Kind::Directory && entry.meta.told.is_some() {
+                told = Some(entry.path.clone());
+            }
+            let Some(row) = row(entry) else { continue };
+            if !each(row) {
+                left = true;
+                return Err(Error::Stopped);
+            }
+        }
+        entries.drain()?;
+        Ok(count)
+    });
+    if left { Ok(()) } else { outcome }
+}
+
+/// What an entry changes; `None` for a top directory of which nothing is told to have changed.
+fn row(entry: Entry) -> Option<DiffRow> {
+    let (kind, bytes) = match &entry.kind {
+        Kind::Directory | Kind::Opaque => (Some(FileKind::Directory), 0),
+        Kind::File { size } => (Some(FileKind::File), *size),
+        // Of which kind is the first name's to say.
+        Kind::HardLink { .. } => (entry.meta.told.as_ref().and_then(|told| told.kind), 0),
+        Kind::Symlink { .. } => (Some(FileKind::Symlink), 0),
+        Kind::Whiteout => (None, 0),
+        Kind::Fifo => (Some(FileKind::Fifo), 0),
+        Kind::CharDevice { .. } => (Some(FileKind::CharDevice), 0),
+        Kind::BlockDevice { .. } => (Some(FileKind::BlockDevice), 0),
+    };
+    let gone = entry.kind == Kind::Whiteout;
+    let marks = if entry.kind == Kind::Opaque { vec![Mark::Opaque] } else { vec![] };
+    let told = entry.meta.told.filter(|_| entry.kind != Kind::Opaque);
+    let unknown =
+        Told { change: Change::Unknown, kind, was: None, marks, differs: vec![], hides: 0 };
+    let mut told = told.unwrap_or(unknown);
+    // What the entry itself says wins.
+    told.kind = kind;
+    if gone {
+        told.change = Change::Deleted;
+    } else if told.change == Change::Deleted {
+        told.change = Change::Unknown;
+    }
+    let plain = matches!(told.change, Change::Added | Change::Touched | Change::Unknown);
+    if entry.path.is_empty() && plain && told.marks.is_empty() {
+        return None;
+    }
+    Some(DiffRow { path: PathText::of(path_of(&entry.path)), bytes, told })
 }
 
 /// Puts a bundle's layer into the layer store, checked as by [`verify`].

@@ -15,7 +15,7 @@ use rustix::fs::FileType;
 
 use super::tree::{Step, Walk, reopen};
 use super::{Error, Result, Shown};
-use crate::kernel::walk::{Dir, Info};
+use crate::kernel::walk::{Dir, Entry, Info};
 
 /// Where overlay keeps its marks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -148,6 +148,7 @@ pub struct Changes {
     /// For each level: whether its directory holds whiteouts of the xattr form.
     xattr_whiteouts: Vec<bool>,
     top: Option<Change>,
+    live: bool,
 }
 
 impl Changes {
@@ -163,7 +164,13 @@ impl Changes {
             format,
             xattr_whiteouts: vec![marks.has_xattr_whiteouts],
             top: Some(top),
+            live: false,
         })
+    }
+
+    /// For an upper that is written to meanwhile: what is gone when it is looked at is passed over.
+    pub(super) fn live(self) -> Self {
+        Self { live: true, ..self }
     }
 
     /// The directory that holds the change returned last; for a directory, itself.
@@ -175,20 +182,26 @@ impl Changes {
         if let Some(top) = self.top.take() {
             return Ok(Some(top));
         }
-        let entry = loop {
+        loop {
             match self.walk.step()? {
                 None => return Ok(None),
                 Some(Step::Left) => {
                     self.xattr_whiteouts.pop();
                 }
-                Some(Step::Name(entry)) => break entry,
+                Some(Step::Name(entry)) => match self.change(&entry) {
+                    Err(fault) if self.live && super::diff::vanished(&fault) => {}
+                    seen => return seen.map(Some),
+                },
             }
-        };
+        }
+    }
+
+    fn change(&mut self, entry: &Entry) -> Result<Change> {
         let here = self.walk.here();
         let path = here.path().join(&entry.name).as_os_str().as_bytes().to_vec();
         let info = here.stat(&entry.name)?;
         if info.is_whiteout() {
-            return Ok(Some(Change { path, kind: Kind::Whiteout, info, xattrs: Xattrs::new() }));
+            return Ok(Change { path, kind: Kind::Whiteout, info, xattrs: Xattrs::new() });
         }
         let (marks, xattrs) = marks(&path, self.format, here.xattrs(&entry.name)?)?;
         if marks.whiteout {
@@ -196,7 +209,7 @@ impl Changes {
                 && info.size == 0
                 && self.xattr_whiteouts.last() == Some(&true)
             {
-                return Ok(Some(Change { path, kind: Kind::Whiteout, info, xattrs }));
+                return Ok(Change { path, kind: Kind::Whiteout, info, xattrs });
             }
             return Err(Error::NotPortable {
                 path: Shown::bytes(&path),
@@ -220,10 +233,10 @@ impl Changes {
             }
         };
         if info.kind == FileType::Directory {
-            self.walk.enter(&entry)?;
+            self.walk.enter(entry)?;
             self.xattr_whiteouts.push(marks.has_xattr_whiteouts);
         }
-        Ok(Some(Change { path, kind, info, xattrs }))
+        Ok(Change { path, kind, info, xattrs })
     }
 }
 
@@ -254,6 +267,17 @@ pub(super) fn is_overlay_mark(name: &[u8]) -> bool {
 /// owns a file may set such.
 pub(super) fn is_foreign_mark(name: &[u8]) -> bool {
     name.starts_with(Format::User.prefix())
+}
+
+/// Attributes without overlay's own marks, as those of a [`Change`] of an upper of ours.
+pub(super) fn without_marks(all: Vec<(std::ffi::OsString, Vec<u8>)>) -> Xattrs {
+    let named = all.into_iter().map(|(name, value)| (name.as_bytes().to_vec(), value));
+    named.filter(|(name, _)| !name.starts_with(Format::Trusted.prefix())).collect()
+}
+
+/// The name of the mark by which overlay notes of which lower file a file is a copy.
+pub(super) fn origin_mark() -> &'static OsStr {
+    OsStr::new("trusted.overlay.origin")
 }
 
 /// The name of the mark that makes a directory opaque on mounts without `userxattr`.

@@ -16,12 +16,15 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use super::changes::{Change, Changes, Format, Kind, is_foreign_mark};
+use super::diff::Judge;
+use super::lowers::Lowers;
 use super::runs::{self, copy_run};
 use super::store::{LayerInfo, LayerStore};
 use super::tarfmt::{self, MAX_PATH, Meta, Writer};
 use super::{At as _, Error, Result, Shown, Stop, path_of};
-use crate::kernel::walk::{Info, stat_fd};
+use crate::kernel::walk::{Dir, Info, stat_fd};
 use crate::model::head::Digest;
+use crate::model::view::Told;
 
 /// zstd's own default: about 400 MB/s, and a third of the size for source trees.
 const LEVEL: i32 = 3;
@@ -108,13 +111,26 @@ pub fn capture(
     store: &LayerStore,
     stop: Stop<'_>,
 ) -> Result<Captured> {
+    capture_told(source, None, writers, store, stop)
+}
+
+/// As [`capture`], for a bundle: each entry says what it is to `base`, the layers that the upper was
+/// mounted on. The layer is another one than without.
+pub fn capture_told(
+    source: Source<'_>,
+    base: Option<Lowers>,
+    writers: Writers,
+    store: &LayerStore,
+    stop: Stop<'_>,
+) -> Result<Captured> {
     let begun = Instant::now();
     let (changes, plain) = changes_of(source)?;
     let mut tally = Tally::default();
+    let judge = base.map(|base| Judge::new(base, stop));
     let packed = store.add(|file| {
         let mut sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
         let out = Writer::new(&mut sink);
-        let mut pack = Pack { out, plain, writers, stop, tally: &mut tally };
+        let mut pack = Pack { out, plain, writers, stop, judge, tally: &mut tally };
         pack.all(changes)?;
         pack.out.finish().at("write", path_of(b"the layer"))?;
         sink.finish(tally.entries).at("write", path_of(b"the layer"))
@@ -142,7 +158,8 @@ pub fn diff_id(source: Source<'_>, stop: Stop<'_>) -> Result<Digest> {
     let mut tally = Tally::default();
     let mut tar = Hashed::new(io::sink());
     let out = Writer::new(&mut tar);
-    let mut pack = Pack { out, plain, writers: Writers::Running, stop, tally: &mut tally };
+    let (writers, judge) = (Writers::Running, None);
+    let mut pack = Pack { out, plain, writers, stop, judge, tally: &mut tally };
     pack.all(changes)?;
     pack.out.finish().at("hash", path_of(b"the layer"))?;
     Ok(tar.finish().1)
@@ -169,6 +186,7 @@ struct Pack<'t, W: Write> {
     plain: bool,
     writers: Writers,
     stop: Stop<'t>,
+    judge: Option<Judge<'t>>,
     tally: &'t mut Tally,
 }
 
@@ -186,11 +204,13 @@ impl<W: Write> Pack<'_, W> {
         while let Some(change) = changes.next().transpose()? {
             super::go_on(self.stop)?;
             self.check(&change)?;
+            let told = self.told(&change, changes.here())?;
             let info = &change.info;
             let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
             let kind = match &change.kind {
                 Kind::Whiteout => {
-                    self.mark(&change.path, &tarfmt::Kind::Whiteout)?;
+                    let meta = Meta { told, ..Meta::default() };
+                    self.entry(&change.path, &tarfmt::Kind::Whiteout, &meta)?;
                     continue;
                 }
                 Kind::Socket => {
@@ -206,7 +226,7 @@ impl<W: Write> Pack<'_, W> {
                 }
                 Kind::Device => tarfmt::Kind::CharDevice { major, minor },
             };
-            let meta = meta_of(&change);
+            let meta = Meta { told, ..meta_of(&change) };
             if info.nlink > 1 && kind != tarfmt::Kind::Directory {
                 let file = (info.dev, info.ino);
                 if let Some(known) = linked.get_mut(&file) {
@@ -240,10 +260,27 @@ impl<W: Write> Pack<'_, W> {
                 other => self.entry(&change.path, &other, &meta)?,
             }
             if change.kind == (Kind::Directory { opaque: true }) {
-                self.mark(&change.path, &tarfmt::Kind::Opaque)?;
+                // It says nothing but its name.
+                self.entry(&change.path, &tarfmt::Kind::Opaque, &Meta::default())?;
             }
         }
         Ok(())
+    }
+
+    /// What the change is to the base. A base that cannot be read keeps nobody's bytes from being
+    /// saved: from there on nothing is told.
+    fn told(&mut self, change: &Change, here: &Dir) -> Result<Option<Told>> {
+        let Some(judge) = self.judge.as_mut().filter(|_| change.kind != Kind::Socket) else {
+            return Ok(None);
+        };
+        match judge.told(change, here) {
+            Ok(told) => Ok(Some(told)),
+            Err(Error::Stopped) => Err(Error::Stopped),
+            Err(_) => {
+                self.judge = None;
+                Ok(None)
+            }
+        }
     }
 
     fn check(&self, change: &Change) -> Result<()> {
@@ -280,11 +317,6 @@ impl<W: Write> Pack<'_, W> {
     fn entry(&mut self, path: &[u8], kind: &tarfmt::Kind, meta: &Meta) -> Result<()> {
         self.count(path);
         self.out.entry(path, kind, meta).at("write", path_of(b"the layer"))
-    }
-
-    /// A whiteout or an opaque marker: an empty file that says nothing but its name.
-    fn mark(&mut self, path: &[u8], mark: &tarfmt::Kind) -> Result<()> {
-        self.entry(path, mark, &Meta::default())
     }
 
     fn file(&mut self, change: &Change, file: OwnedFd, meta: &Meta) -> Result<()> {
@@ -336,6 +368,7 @@ pub(super) fn meta_of(change: &Change) -> Meta {
         mtime_s: info.mtime_s,
         mtime_ns: info.mtime_ns,
         xattrs: change.xattrs.clone(),
+        told: None,
     }
 }
 
@@ -431,7 +464,8 @@ mod tests {
         let file = changes.here().open_file("f".as_ref()).unwrap();
         let mut tally = Tally::default();
         let out = Writer::new(io::sink());
-        let mut pack = Pack { out, plain: false, writers, stop: &|| false, tally: &mut tally };
+        let stop = &|| false;
+        let mut pack = Pack { out, plain: false, writers, stop, judge: None, tally: &mut tally };
         let outcome = pack.file(&change, file, &meta_of(&change));
         (outcome, tally)
     }

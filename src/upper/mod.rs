@@ -29,8 +29,12 @@
 
 pub mod bundle;
 pub mod changes;
+pub mod diff;
 mod empty;
 pub mod layer;
+pub mod lowers;
+pub mod print;
+pub mod rebase;
 pub mod remove;
 #[cfg(test)]
 mod round_trip;

@@ -242,6 +242,14 @@ fn refuse_mounts_below(path: &Path) -> Result<()> {
     Err(Error::Mounted { path: Shown::from(path), mounts: points.join(", ") })
 }
 
+/// Removes a directory in which something of hostile making was put together, as a session's is.
+pub fn remove_scratch(path: &Path) -> Result<()> {
+    match path.symlink_metadata() {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        _ => remove_tree(path).map(drop),
+    }
+}
+
 /// Removes a directory of our own making with all that is in it: a layer's tree, a temporary. The
 /// same walk as for sessions; the caller vouches for the path.
 pub(super) fn remove_tree(path: &Path) -> Result<Removed> {

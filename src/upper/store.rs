@@ -14,7 +14,7 @@
 
 use std::fs::File;
 use std::io::{BufReader, Read, Write as _};
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -24,7 +24,9 @@ use serde::{Deserialize, Serialize};
 use super::layer::{Hashed, Sink};
 use super::tarfmt::Entries;
 use super::unpack::unpack;
-use super::{At as _, Error, Result, Shown, path_of, remove, sync_dir, unique_name};
+use super::{
+    At as _, Error, Result, Shown, Stop, Stoppable, path_of, remove, sync_dir, unique_name,
+};
 use crate::failpoint;
 use crate::model::head::Digest;
 
@@ -198,6 +200,19 @@ impl LayerStore {
             }
             Ok(info)
         })
+    }
+
+    /// Unpacks a layer into an empty directory, which becomes an upper.
+    pub fn unpack_into(
+        &self,
+        diff_id: Digest,
+        upper: BorrowedFd<'_>,
+        stop: Stop<'_>,
+    ) -> Result<()> {
+        let (info, path) = (self.info(diff_id)?, self.blob_path(diff_id));
+        let blob = Stoppable { inner: File::open(&path).at("open", &path)?, stop };
+        read_blob(blob, &info, |tar| unpack(tar, upper))
+            .map_err(|error| if stop() { Error::Stopped } else { error })
     }
 
     /// Makes the tree of a layer if it is not complete, and returns its path. The content is

@@ -303,7 +303,13 @@ fn make_opaque(dir: &Dir) -> Result<()> {
 
 /// Sets owner, mode and attributes of something just made. The order matters: a change of owner
 /// drops setuid bits and capabilities.
-fn dress(dir: BorrowedFd<'_>, name: &Path, meta: &Meta, shown: &Path, symlink: bool) -> Result<()> {
+pub(super) fn dress(
+    dir: BorrowedFd<'_>,
+    name: &Path,
+    meta: &Meta,
+    shown: &Path,
+    symlink: bool,
+) -> Result<()> {
     let (uid, gid) = (Uid::from_raw(meta.uid), Gid::from_raw(meta.gid));
     rustix::fs::chownat(dir, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)
         .at("set the owner of", shown)?;

@@ -16,6 +16,8 @@ pub(super) fn tests() -> Vec<Test> {
         an_upper_on_overlay_is_refused_and_probes_leave_nothing,
         a_work_directory_of_mode_zero_is_removed_by_descriptor,
         a_second_mount_of_an_upper_is_allowed_without_index,
+        no_file_of_an_overlay_can_be_swap,
+        no_overlay_of_ours_can_be_exported_by_nfsd,
     ]
 }
 
@@ -222,4 +224,58 @@ fn a_second_mount_of_an_upper_is_allowed_without_index(place: &Place) {
     let spec = Spec { target: second, ..session.spec.clone() };
     let second = overlay::mount(&spec).unwrap();
     assert_ne!(first.s_dev, second.s_dev, "the kernel does not protect an upper");
+}
+
+/// So a swap file is no holder that has to be looked for: overlayfs has no blocks to give away.
+fn no_file_of_an_overlay_can_be_swap(place: &Place) {
+    let session = Session::new(place);
+    let _mounted = session.mount();
+    // As mkswap(8) makes it.
+    // SAFETY: asks for a number.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    let (page, pages) = (usize::try_from(page).unwrap(), 256_u32);
+    let mut bytes = vec![0; page * pages as usize];
+    bytes[1024..1028].copy_from_slice(&1_u32.to_ne_bytes());
+    bytes[1028..1032].copy_from_slice(&(pages - 1).to_ne_bytes());
+    bytes[page - 10..page].copy_from_slice(b"SWAPSPACE2");
+    let file = session.merged("swap");
+    std::fs::write(&file, bytes).unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let path = std::ffi::CString::new(file.as_os_str().as_bytes()).unwrap();
+    // SAFETY: the path is a live string that ends in NUL.
+    let answer = unsafe { libc::swapon(path.as_ptr(), 0) };
+    let errno = std::io::Error::last_os_error().raw_os_error();
+    if answer == 0 {
+        // SAFETY: as above.
+        unsafe { libc::swapoff(path.as_ptr()) };
+    }
+    assert_eq!((answer, errno), (-1, Some(libc::EINVAL)));
+}
+
+/// nfsd exports only what gives file handles that can be decoded, which is what this asks for; an
+/// overlay gives them with `nfs_export=on`, which ours never have. So there is no export to look for.
+fn no_overlay_of_ours_can_be_exported_by_nfsd(place: &Place) {
+    let session = Session::new(place);
+    let _mounted = session.mount();
+    let ask = |path: &Path| {
+        let path = std::ffi::CString::new(path.as_os_str().as_bytes()).unwrap();
+        let mut handle = [0_u8; 8 + 128];
+        handle[..4].copy_from_slice(&128_u32.to_ne_bytes());
+        let mut mount = 0;
+        // SAFETY: the handle begins with the room that follows its head of 8 bytes; the path ends in
+        // NUL; all live longer than the call.
+        let answer = unsafe {
+            libc::name_to_handle_at(
+                libc::AT_FDCWD,
+                path.as_ptr(),
+                handle.as_mut_ptr().cast(),
+                &raw mut mount,
+                0,
+            )
+        };
+        (answer, std::io::Error::last_os_error().raw_os_error())
+    };
+    assert_eq!(ask(&session.spec.target), (-1, Some(libc::EOPNOTSUPP)));
+    assert_eq!(ask(&session.merged("from-0")), (-1, Some(libc::EOPNOTSUPP)));
+    assert_eq!(ask(&session.spec.upper).0, 0, "the question is a good one where there are handles");
 }

@@ -2,11 +2,16 @@
 //! and become events or questions to the authority; nothing here decides about a session.
 
 mod breaker;
+mod delta;
 mod drain;
+mod ledger;
 mod preserved;
+mod seed;
 mod sessions;
 mod workspaces;
 
+pub use delta::Told;
+pub use ledger::Listed;
 pub(super) use sessions::denied;
 
 use std::sync::Arc;

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Agent, PATIENCE, actor, denied, internal, of_upper};
-use crate::agent::effects::capture_upper;
+use crate::agent::effects::capture_delta;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
+use crate::agent::keep;
 use crate::agent::slot::{Applied, Inner, Slot};
 use crate::model::code::Code;
 use crate::model::facts::Fact;
@@ -173,8 +174,8 @@ struct MadeBundle {
 /// The upper goes into a bundle by way of a layer store of its own, so that bytes which are given up
 /// later are in no store that outlives the export.
 fn export(
-    host: &Host,
-    slot: &Slot,
+    host: &Arc<Host>,
+    slot: &Arc<Slot>,
     actor: &str,
     dest: Option<PathBuf>,
 ) -> Result<MadeBundle, Failure> {
@@ -197,6 +198,8 @@ fn export(
         |dest| (dest, Readers::Usual),
     );
     bundle::refuse_taken(&to.0).map_err(of_upper)?;
+    // Whoever changed it meanwhile is in the bundle's evidence.
+    keep::upper(host, slot);
     let scratch = host.paths.exports.join(PublicationKey::fresh().to_string());
     // Nobody waits for a bundle of what is being removed, readmitted, or served by no agent.
     let stop = || {
@@ -206,7 +209,8 @@ fn export(
             || !matches!(now.session.state, State::Fenced | State::Preserved)
     };
     let made = LayerStore::open(&scratch).map_err(of_upper).and_then(|layers| {
-        let captured = capture_upper(&layers, &slot.dirs.upper, false, &stop).map_err(of_upper)?;
+        let base = host.shown_by(&s.base.head).ok();
+        let captured = capture_delta(&layers, &slot.dirs.upper, base, &stop).map_err(of_upper)?;
         let Some(captured) = captured else {
             let text = format!(
                 "session {} changed nothing: there is nothing to export; `preserved discard` \
@@ -225,7 +229,7 @@ fn export(
         let stable = proved(&s) && proved(&now);
         bundle_of(host, &s, &layers, &captured, stable, to, &stop)
     });
-    std::fs::remove_dir_all(&scratch).map_err(internal)?;
+    remove::remove_scratch(&scratch).map_err(of_upper)?;
     let made = made?;
     let detail = serde_json::json!({
         "path": PathText::of(&made.path), "manifest": made.digest, "layer": made.layer,
@@ -310,7 +314,8 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
         ) {
             let shown = host.preserved_view(&slot);
             let verdict = if s.state == State::Deleting { "remove" } else { "keep" };
-            items.push(item("session", &s.id.to_string(), verdict, shown.next, shown.bytes));
+            let why = reason(&s, &shown, slot.dirs.root.exists());
+            items.push(item("session", &s.id.to_string(), verdict, why, shown.bytes));
         }
     }
     layers(host, dry_run, &mut items)?;
@@ -347,6 +352,35 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
         host.store.record(&journal, Durability::Full).map_err(internal)?;
     }
     Ok(report)
+}
+
+/// Why a session's bytes go, or stay and until when.
+fn reason(s: &Session, shown: &PreservedView, is_there: bool) -> String {
+    if !is_there && s.disposition != Some(Disposition::NeverOpened) {
+        return format!(
+            "{}: its directory is not there; bring it back, nothing is proved without it",
+            shown.next
+        );
+    }
+    let trouble = s.trouble.as_ref().map(|why| format!("; {why}")).unwrap_or_default();
+    if s.state == State::Deleting {
+        let why = match &s.disposition {
+            Some(Disposition::Discard { who }) => format!("discarded by {who}"),
+            Some(Disposition::Exported { who, bundle }) => {
+                format!("in bundle {bundle}, disposed of by {who}")
+            }
+            Some(Disposition::Grace) => "its grace is over".to_owned(),
+            Some(Disposition::Clean) => "nothing uncommitted is in it".to_owned(),
+            Some(Disposition::NeverOpened) => "it was never opened".to_owned(),
+            None => "being removed".to_owned(),
+        };
+        return format!("{why}{trouble}");
+    }
+    let Some(at) = &shown.not_before else { return format!("{}{trouble}", shown.next) };
+    let longer = s.keep_until.is_some_and(|kept| Duration::from_millis(kept) > s.policy.grace);
+    let by = if longer { "`preserved keep`" } else { "grace" };
+    let left = crate::config::duration::text(Duration::from_secs(shown.grace_left_ms / 1000));
+    format!("kept by {by} for {left} of witnessed time, removed not before {at}")
 }
 
 /// Layers stay while a head, a session or an unresolved publication names them. Removing the others
@@ -389,7 +423,12 @@ fn orphans(host: &Host, items: &mut Vec<GcItem>) -> Result<(), Failure> {
             let name = entry.file_name().to_string_lossy().into_owned();
             let is_dir = entry.file_type().is_ok_and(|t| t.is_dir());
             if is_dir && name.starts_with("s-") && !known.contains(&name) {
-                items.push(item(kind, &name, "keep", "no record explains it".to_owned(), 0));
+                let why = "no record explains it: a person looks at it and decides".to_owned();
+                let bytes = match kind {
+                    "directory" => crate::upper::size::size(&entry.path()).map_err(internal)?.0,
+                    _ => 0,
+                };
+                items.push(item(kind, &name, "keep", why, bytes));
             }
         }
     }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::{Agent, Sign, actor, internal, of_upper, unavailable, workspace_id, workspaces};
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
+use crate::agent::keep;
 use crate::agent::open::{Wish, hash_token};
 use crate::agent::slot::{Applied, Inner, LeaseClock, Slot, draft, take_journal};
 use crate::agent::view;
@@ -24,7 +25,7 @@ use crate::model::view::{
     BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened,
     ReadmitSession, SessionView,
 };
-use crate::model::workspace::{Acquire, Acquired, Refusal};
+use crate::model::workspace::{Acquire, Acquired, Publish, Refusal};
 use crate::store::Durability;
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Source};
@@ -56,6 +57,7 @@ impl Agent {
             token: made.token,
             ticket: made.ticket,
             predecessor: made.predecessor,
+            unresolved: made.unresolved,
         })
     }
 
@@ -199,8 +201,8 @@ impl Agent {
         let never = HeadAt { version: Version(u64::MAX), head: s.expected.head.clone() };
         let asked = self
             .blocking(move |host| {
-                host.offer(&s, key, Digest([0; 32]), never)
-                    .map_err(|e| Failure::new(Code::AuthorityUnavailable, e))
+                let wish = Publish { expected: never, ..Publish::of(&s, key, Digest([0; 32])) };
+                host.offer(&s, &wish).map_err(|e| Failure::new(Code::AuthorityUnavailable, e))
             })
             .await;
         match asked {
@@ -340,15 +342,15 @@ impl Agent {
         id: SessionId,
         wish: ReadmitSession,
     ) -> Result<SessionView, Failure> {
-        if wish.authorised_by.trim().is_empty() || wish.reason.trim().is_empty() {
-            return Err(Failure::new(
-                Code::BadRequest,
-                "a readmission wants --authorised-by NAME and --reason TEXT",
-            ));
-        }
+        super::seed::authorised(&wish.authorised_by, &wish.reason, "a readmission")?;
         let slot = self.slot(id)?;
+        if slot.lock().session.is_past_running() {
+            return self.readmit_anew(by, &slot, wish).await;
+        }
         let (asked, who) = (Arc::clone(&slot), actor(by));
         self.blocking(move |host| {
+            // Who takes the responsibility finds it in the evidence.
+            keep::upper(host, &asked);
             host.readmit_now(&asked, &who, &wish.authorised_by, &wish.reason)
         })
         .await?;
@@ -397,17 +399,7 @@ impl Host {
         self.not_draining()?;
         let mut inner = slot.lock();
         let before = inner.session.clone();
-        before.readmittable().map_err(|code| match before.facts.has(Fact::Killed) {
-            true => Failure::new(
-                code,
-                format!(
-                    "session {} was ended and has no process to run on: export its bytes, or open a \
-                     new session",
-                    before.id
-                ),
-            ),
-            false => denied(&before, code),
-        })?;
+        before.readmittable().map_err(|code| denied(&before, code))?;
         let ask = Acquire {
             workspace: before.workspace.clone(),
             lease: LeaseId::fresh(),

@@ -143,7 +143,7 @@ impl Model {
             }
             Effect::Resolve { key, .. } => {
                 let state = w.keys.entry(*key).or_insert(KeyState::Unused);
-                if *state == KeyState::Unused {
+                if *state == KeyState::Unused || state.is_open() {
                     *state = KeyState::Buried;
                 }
                 let answer = match state.clone() {
@@ -151,7 +151,15 @@ impl Model {
                         Published::Unknown { why: String::new() }
                     }
                     KeyState::Committed { at, .. } => Published::Committed { at },
-                    KeyState::Unused | KeyState::Buried => {
+                    KeyState::Rejected { code } => {
+                        Published::Refused { refusal: Refusal { code, current: None } }
+                    }
+                    KeyState::Unused
+                    | KeyState::Prepared
+                    | KeyState::Sent
+                    | KeyState::Unknown { .. }
+                    | KeyState::Forgotten
+                    | KeyState::Buried => {
                         let refusal = Refusal { code: Code::KeyBuried, current: None };
                         Published::Refused { refusal }
                     }
@@ -289,7 +297,13 @@ impl Model {
                         w.workspace = Shared::new(next);
                         Ok(at)
                     }
-                    Err(refusal) => Err(Refusal { current: None, ..refusal }),
+                    Err(refusal) => {
+                        if state == KeyState::Unused {
+                            let rejected = KeyState::Rejected { code: refusal.code };
+                            w.keys.insert(key, rejected);
+                        }
+                        Err(Refusal { current: None, ..refusal })
+                    }
                 };
                 if !orphan {
                     w.hosts[i].wire.push(Wire::PublishAnswer { key, answer });
@@ -397,6 +411,7 @@ pub(super) fn crash(h: &mut Host) {
     h.live = None;
     h.effects.clear();
     h.notice = None;
+    h.asks.retain(|ask| matches!(ask, super::begins::Ask::Wish(_)));
     h.wire.retain_mut(|wire| match wire {
         Wire::Renew { orphan, .. } | Wire::Publish { orphan, .. } => {
             *orphan = true;

@@ -13,6 +13,7 @@
 // All of this room is a test.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod begins;
 mod executor;
 mod moves;
 mod world;
@@ -47,6 +48,10 @@ pub enum Bug {
     WriterBeforeRecord,
     /// Irreversible effects do not wait for the record.
     EffectBeforeRecord,
+    /// The authority takes a begin from whoever asks.
+    BeginUnchecked,
+    /// The authority compares the keys of requests, and not their tasks.
+    TaskNotCompared,
 }
 
 /// How far the check goes.
@@ -101,7 +106,7 @@ impl stateright::Model for Model {
             }),
             Property::always("I4", |_: &Model, w: &World| w.broken != Some(Invariant::I4)),
             Property::always("I6", |_: &Model, w: &World| w.broken != Some(Invariant::I6)),
-            Property::always("I7", |_: &Model, w: &World| w.unknown_is_kept()),
+            Property::always("I7", |_: &Model, w: &World| w.unknown_is_kept() && w.sent_once()),
             Property::always("I9", |m: &Model, w: &World| m.scope.paused || w.stopped_in_time()),
         ]
     }
@@ -228,6 +233,32 @@ mod tests {
     #[test]
     fn holds_in_a_machine_that_was_paused() {
         holds("paused", Scope { paused: true, ..scope(Left { lost: 1, ..small() }) });
+    }
+
+    /// Both writers want to send the same, and the first loses the workspace on the way.
+    fn asking() -> Scope {
+        let left = Left { begins: [2, 1], fences: 1, keys: [0, 0], writes: 0, ..small() };
+        scope(left)
+    }
+
+    #[test]
+    fn holds_with_requests_a_crash_and_a_lost_answer() {
+        holds("requests", scope(Left { crashes: 1, lost: 1, ..asking().left }));
+    }
+
+    #[test]
+    fn holds_with_requests_and_publications() {
+        holds("requests, keys", scope(Left { keys: [1, 0], fences: 0, ..asking().left }));
+    }
+
+    #[test]
+    fn finds_a_begin_that_nobody_checked() {
+        caught(Bug::BeginUnchecked, "I1", asking());
+    }
+
+    #[test]
+    fn finds_a_task_that_is_sent_under_two_keys() {
+        caught(Bug::TaskNotCompared, "I7", asking());
     }
 
     #[test]

@@ -51,6 +51,9 @@ pub enum Move {
     Checkpoint(usize),
     Close(usize),
     Tick(usize),
+    Begin(usize),
+    Carry(usize, usize),
+    Drop(usize, usize),
 }
 
 fn asks_authority(effect: &Effect) -> bool {
@@ -102,6 +105,12 @@ impl Model {
             }
             if k.read_only {
                 out.push(Move::ForeignRemount(i));
+            }
+        }
+        for n in 0..h.asks.len() {
+            out.push(Move::Carry(i, n));
+            if left.lost > 0 {
+                out.push(Move::Drop(i, n));
             }
         }
         for (n, wire) in h.wire.iter().enumerate() {
@@ -210,6 +219,9 @@ impl Model {
         }
         if left.discards > 0 && matches!(s.state, State::Fenced | State::Preserved) {
             out.push(Move::Discard(i));
+        }
+        if left.begins[i] > 0 && s.may_start_work().is_ok() {
+            out.push(Move::Begin(i));
         }
         if left.keys[i] > 0 && s.may_start_work().is_ok() && s.work.is_none() {
             out.push(Move::Checkpoint(i));
@@ -339,6 +351,12 @@ impl Model {
                     h.early = Some(h.kernel.content);
                 }
                 w.feed(i, Event::CloseAsked { mode: CloseMode::Checkpoint, key }, self.bug);
+            }
+            Move::Begin(i) => self.begin(&mut w, i),
+            Move::Carry(i, n) => self.carry(&mut w, i, n),
+            Move::Drop(i, n) => {
+                w.left.lost -= 1;
+                w.hosts[i].asks.remove(n);
             }
             Move::Tick(i) => {
                 w.feed(

@@ -10,12 +10,14 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::Bug;
+use super::begins::Ask;
 use crate::model::facts::{Fact, Proof};
 use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{
-    BootId, Generation, HostId, LeaseId, Owner, PublicationKey, SessionId, WorkspaceId,
+    BootId, Generation, HostId, LeaseId, Owner, PublicationKey, RequestKey, SessionId, WorkspaceId,
 };
 use crate::model::lease::{HolderKind, Lease};
+use crate::model::request::Request;
 use crate::model::session::{Disposition, OnBusy, Policy, RunAs, Session, Stage, State, Work};
 use crate::model::step::{Effect, Event, Purpose, Step, step};
 use crate::model::time::{BootInstant, BootNs};
@@ -87,6 +89,7 @@ pub struct Left {
     pub slow: u8,
     pub busy: u8,
     pub writes: u8,
+    pub begins: [u8; 2],
 }
 
 /// What the kernel knows of a session: its cgroup, its overlay, its upper.
@@ -167,6 +170,8 @@ pub struct Host {
     pub open: BTreeSet<PublicationKey>,
     /// Publications whose failure was reported to the session.
     pub failed: BTreeSet<PublicationKey>,
+    /// Begins of external requests on their way.
+    pub asks: Vec<Ask>,
 }
 
 /// Everything.
@@ -177,6 +182,10 @@ pub struct World {
     pub ttl: u8,
     pub workspace: Shared<Workspace>,
     pub keys: BTreeMap<PublicationKey, KeyState>,
+    /// The authority's rows of external requests.
+    pub requests: Vec<Request>,
+    /// Keys under which something went out, for good.
+    pub sent: BTreeSet<RequestKey>,
     pub hosts: [Host; 2],
     pub left: Left,
     /// Leases seen run out: they may never publish again.
@@ -217,6 +226,8 @@ impl World {
             ttl,
             workspace: Shared::new(Workspace::new(id, owner(), None)),
             keys: BTreeMap::new(),
+            requests: Vec::new(),
+            sent: BTreeSet::new(),
             hosts: [Host { up: true, ..Host::default() }, Host { up: true, ..Host::default() }],
             left,
             lapsed: BTreeSet::new(),
@@ -320,12 +331,14 @@ impl World {
             busy_since: None,
             seal: false,
             blockers: Vec::new(),
+            altered: None,
             unknown: BTreeMap::new(),
             disposition: None,
             witnessed: Duration::ZERO,
             keep_until: None,
             tries: 0,
             trouble: None,
+            seeded: None,
         });
         let deadline = self.now + self.ttl - MARGIN;
         let h = &mut self.hosts[host];

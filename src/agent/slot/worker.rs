@@ -4,13 +4,16 @@
 use std::sync::Arc;
 
 use super::{Applied, Inner, Slot, take_journal};
-use crate::agent::effects::{AGAIN, TEARDOWN, Try, syncs, tried_again};
+use crate::agent::effects::{AGAIN, TEARDOWN, Try, syncs, text, tried_again};
 use crate::agent::host::Host;
-use crate::agent::tell;
+use crate::agent::{keep, tell};
+use crate::failpoint;
 use crate::kernel::clock;
 use crate::model::journal::Journal;
+use crate::model::ledger::{KeyState, stage_of};
 use crate::model::session::{Session, State};
 use crate::model::step::{Effect, Event};
+use crate::model::workspace::Refusal;
 use crate::store::Durability;
 
 impl Host {
@@ -39,6 +42,7 @@ impl Host {
     /// The worker: record first, then one effect, until nothing is left.
     fn work(self: &Arc<Self>, slot: &Arc<Slot>) {
         loop {
+            keep::remember(self, slot);
             let mut inner = slot.lock();
             let journal = take_journal(&mut inner);
             let effect = inner.queue.pop_front();
@@ -55,7 +59,7 @@ impl Host {
             inner.recording = journal.is_some();
             drop(inner);
             if let Some(journal) = journal {
-                if let Err(fault) = self.store.record(&journal, durability(&journal)) {
+                if let Err(fault) = self.enter(&session, &journal) {
                     // Nothing irreversible without its record: both wait for the next tick.
                     tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the record could not be written: {fault}");
                     let mut inner = slot.lock();
@@ -121,6 +125,33 @@ impl Host {
                     return;
                 }
             }
+        }
+    }
+}
+
+impl Host {
+    /// Makes a step durable. What is going to be offered, or is offered next, is entered in the
+    /// ledger with it, in one transaction.
+    fn enter(&self, s: &Session, journal: &Journal) -> Result<(), String> {
+        let alone = || self.store.record(journal, durability(journal)).map_err(text);
+        let Some((wish, stage)) = stage_of(s).filter(|_| !journal.sessions.is_empty()) else {
+            return alone();
+        };
+        let sent = stage == KeyState::Sent;
+        let rider = |_: &Result<(), Refusal>| journal.clone();
+        failpoint::hit("authority.enter.before");
+        let entered = self.authority.enter(&wish, &s.owner, stage, Box::new(rider));
+        failpoint::hit("authority.enter.after");
+        match entered.map_err(text) {
+            Ok(Ok(())) => Ok(()),
+            // The record stands; the offer itself will be refused for the same reason.
+            Ok(Err(refusal)) => {
+                tracing::warn!(OVERFENCE_SESSION = %s.id, "not entered in the ledger: {refusal}");
+                Ok(())
+            }
+            // Nothing is sent that the ledger does not know. A thaw need not wait for it.
+            Err(why) if sent => Err(why),
+            Err(_) => alone(),
         }
     }
 }

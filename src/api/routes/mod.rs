@@ -3,6 +3,7 @@
 
 mod agent;
 mod leases;
+mod ledger;
 mod preserved;
 mod sessions;
 mod workspaces;
@@ -54,6 +55,7 @@ fn described() -> OpenApiRouter<Agent> {
         .routes(routes!(workspaces::fence))
         .routes(routes!(sessions::open, sessions::list))
         .routes(routes!(sessions::inspect))
+        .routes(routes!(sessions::diff))
         .routes(routes!(sessions::exec))
         .routes(routes!(sessions::checkpoint))
         .routes(routes!(sessions::close))
@@ -66,7 +68,17 @@ fn described() -> OpenApiRouter<Agent> {
         .routes(routes!(preserved::export))
         .routes(routes!(preserved::discard))
         .routes(routes!(preserved::keep))
+        .routes(routes!(preserved::apply))
         .routes(routes!(preserved::gc))
+        .routes(routes!(ledger::publications))
+        .routes(routes!(ledger::publication))
+        .routes(routes!(ledger::resolve_publication))
+        .routes(routes!(ledger::assign_publication))
+        .routes(routes!(ledger::requests))
+        .routes(routes!(ledger::begin))
+        .routes(routes!(ledger::ack))
+        .routes(routes!(ledger::resolve))
+        .routes(routes!(ledger::assign))
         .routes(routes!(agent::evidence))
         .routes(routes!(agent::verify))
         .routes(routes!(agent::events))
@@ -82,11 +94,13 @@ fn described() -> OpenApiRouter<Agent> {
 /// The document of this API, as committed in `openapi.json`.
 pub fn openapi() -> OpenApi {
     let mut document = described().into_openapi();
-    for item in document.paths.paths.values_mut() {
+    for (path, item) in &mut document.paths.paths {
         for operation in [&mut item.get, &mut item.post].into_iter().flatten() {
             operation.responses.responses.insert("default".into(), RefOr::T(problem()));
         }
-        if let Some(operation) = &mut item.post {
+        // A begin is asked anew each time.
+        let takes_key = !path.ends_with("/requests");
+        if let Some(operation) = item.post.as_mut().filter(|_| takes_key) {
             operation.parameters.get_or_insert_default().push(RefOr::T(key()));
         }
     }

@@ -2,6 +2,7 @@
 
 use axum::Json;
 use axum::extract::{Extension, State};
+use axum::http::StatusCode;
 use serde::Deserialize;
 use utoipa::IntoParams;
 
@@ -9,7 +10,7 @@ use super::super::problem::{Query, Refused, Segment, Wish};
 use super::Peer;
 use crate::agent::handle::Agent;
 use crate::model::view::{
-    ExportSession, Exported, GcReport, KeepSession, PreservedView, SessionView,
+    ApplyBundle, ExportSession, Exported, GcReport, KeepSession, Opened, PreservedView, SessionView,
 };
 
 /// Lists the preserved deltas.
@@ -31,6 +32,17 @@ pub(super) async fn export(
 ) -> Result<Json<Exported>, Refused> {
     let id = agent.session_id(&prefix).await?;
     Ok(Json(agent.export(&peer.caller, id, wish).await?))
+}
+
+/// Opens a session whose upper is a bundle's, made to fit the present head.
+#[utoipa::path(post, path = "/v1/bundles/apply", request_body = ApplyBundle,
+    responses((status = 201, description = "It is open.", body = Opened)))]
+pub(super) async fn apply(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Wish(wish): Wish<ApplyBundle>,
+) -> Result<(StatusCode, Json<Opened>), Refused> {
+    Ok((StatusCode::CREATED, Json(agent.apply(&peer.caller, wish).await?)))
 }
 
 /// Gives the bytes of a preserved delta up.

@@ -1,16 +1,19 @@
 //! `/v1/sessions`
 
+use axum::Json;
+use axum::body::Body;
 use axum::extract::{Extension, State};
-use axum::{Json, http::StatusCode};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse as _, Response};
 
-use super::super::problem::{Refused, Segment, Wish};
+use super::super::problem::{Refused, Segment, Wish, problem_of};
 use super::Peer;
 use crate::agent::failure::Failure;
-use crate::agent::handle::{Agent, Sign};
+use crate::agent::handle::{Agent, Sign, Told};
 use crate::model::code::Code;
 use crate::model::view::{
-    Beat, BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened,
-    ReadmitSession, SessionView,
+    Beat, BeatAnswer, Checkpointed, CloseSession, DiffLine, FenceSession, Fenced, OpenSession,
+    Opened, ReadmitSession, SessionView,
 };
 
 /// Opens a session: acquires the lease, mounts the overlay, seals the cgroup.
@@ -41,6 +44,31 @@ pub(super) async fn inspect(
 ) -> Result<Json<SessionView>, Refused> {
     let id = agent.session_id(&prefix).await?;
     Ok(Json(agent.session(id).await?))
+}
+
+/// Streams what a session changes against what it was mounted on: a row a line, then the summary.
+#[utoipa::path(get, path = "/v1/sessions/{id}/diff",
+    params(("id" = String, Path, description = "A unique prefix of its id.")),
+    responses((status = 200, description = "The stream. Without a summary at its end it broke off.",
+        body = DiffLine, content_type = "application/x-ndjson")))]
+pub(super) async fn diff(
+    State(agent): State<Agent>,
+    Segment(prefix): Segment<String>,
+) -> Result<Response, Refused> {
+    let id = agent.session_id(&prefix).await?;
+    let rows = agent.diff(id).await?;
+    let lines = futures_util::stream::unfold(rows, |mut rows| async {
+        let line = match rows.recv().await? {
+            Ok(Told::Row(row)) => DiffLine::Row(row),
+            Ok(Told::End(summary)) => DiffLine::End { summary },
+            Err(failure) => DiffLine::Broken { problem: problem_of(&failure) },
+        };
+        let mut text = serde_json::to_vec(&line).unwrap_or_default();
+        text.push(b'\n');
+        Some((Ok::<_, std::convert::Infallible>(text), rows))
+    });
+    let kind = [(header::CONTENT_TYPE, "application/x-ndjson")];
+    Ok((kind, Body::from_stream(lines)).into_response())
 }
 
 /// Permits root to place a command in a session, and says where.

@@ -48,7 +48,8 @@ pub(super) fn i2_generations_grow(f: &dyn Fixture) {
     assert_eq!(publish(f, &stale).unwrap_err().code, Code::LeaseMismatch);
     let after = acquire(f, 10);
     assert_eq!(Some(after.lease.generation), before.lease.generation.next());
-    assert_eq!(publish(f, &stale).unwrap_err().code, Code::StaleGeneration);
+    let again = Publish { key: PublicationKey::from_u128(2), ..stale };
+    assert_eq!(publish(f, &again).unwrap_err().code, Code::StaleGeneration);
 }
 
 pub(super) fn i2_one_of_many(f: &dyn Fixture) {
@@ -149,7 +150,7 @@ pub(super) fn i2_repair(f: &dyn Fixture) {
     assert_eq!(refusal.code, Code::WorkspaceHeld);
     let repaired = f.authority().repair(&ws(), Generation(40), "marks say 40").unwrap().unwrap();
     assert_eq!((repaired.generation, repaired.hold), (Generation(40), None));
-    assert_eq!(publish(f, &publication(&a, 1, 2)).unwrap_err().code, Code::StaleGeneration);
+    assert_eq!(publish(f, &publication(&a, 2, 2)).unwrap_err().code, Code::StaleGeneration);
     f.clock().set(1, 5000);
     assert_eq!(acquire(f, 3).lease.generation, Generation(41));
 }
@@ -184,6 +185,7 @@ pub(super) fn takeover_record(f: &dyn Fixture) {
         lease: LeaseId::from_u128(2),
         generation: Generation(2),
         predecessor: Some(predecessor.clone()),
+        unresolved: vec![],
     };
     assert_eq!(row.what, expected);
     assert_eq!(second.predecessor, Some(predecessor));

@@ -1,7 +1,9 @@
 //! One suite that every backend passes. Tests are named after the invariants they watch.
 
 mod leases;
+mod ledger;
 mod publications;
+mod requests;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -68,6 +70,18 @@ const TESTS: &[Test] = &[
     ("I1 a closing lease may publish, an ended one may not", publications::i1_ended),
     ("I7 the same key gets the same answer", publications::i7_same_answer),
     ("I7 a buried key stays unusable", publications::i7_buried),
+    ("I1 every reason to refuse is reached and leaves all as it is", ledger::i1_every_reason),
+    ("I7 a publication is entered before it is sent", ledger::entered),
+    ("I7 a refused key keeps its answer", ledger::refused_once),
+    ("I7 a takeover shows what is open", ledger::taken_over),
+    ("I7 an unknown row does not block others", ledger::unknown_blocks_nothing),
+    ("I7 a pruned key is forgotten, not uncommitted", ledger::forgotten),
+    ("open rows have an assignee", ledger::assigned),
+    ("I7 a request is durable under the predicate", requests::begun),
+    ("I7 one task is out once", requests::one_key_a_task),
+    ("I7 a request is resumed by a newer generation", requests::resumed),
+    ("I7 an outcome is told once", requests::settled),
+    ("I7 of competing begins one is first", requests::one_of_many),
     ("a takeover is recorded whole", leases::takeover_record),
     ("readmission wants the head unmoved", leases::readmission),
     ("a batch of renewals answers each", leases::renewals),
@@ -150,6 +164,10 @@ fn publication(a: &Acquired, key: u128, new: u8) -> Publish {
 
 fn publish(f: &dyn Fixture, p: &Publish) -> Result<HeadAt, Refusal> {
     f.authority().publish(p, no_rider()).unwrap()
+}
+
+fn resolve(f: &dyn Fixture, key: PublicationKey) -> KeyState {
+    f.authority().resolve(&ws(), key, no_rider()).unwrap()
 }
 
 fn record(f: &dyn Fixture) -> Workspace {

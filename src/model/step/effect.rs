@@ -96,6 +96,9 @@ impl Effect {
         }
     }
 
+    /// The name of [`Effect::Resolve`].
+    pub const RESOLVE: &str = "resolve";
+
     /// All names, for the test that each effect can be crashed at.
     pub const NAMES: &[&str] = &[
         "freeze",
@@ -108,7 +111,7 @@ impl Effect {
         "revoke",
         "capture",
         "publish",
-        "resolve",
+        Self::RESOLVE,
         "releasing",
         "release",
         "prove_gone",
@@ -129,7 +132,7 @@ impl Effect {
             Self::Revoke { .. } => "revoke",
             Self::Capture { .. } => "capture",
             Self::Publish { .. } => "publish",
-            Self::Resolve { .. } => "resolve",
+            Self::Resolve { .. } => Self::RESOLVE,
             Self::Releasing => "releasing",
             Self::Release => "release",
             Self::ProveGone => "prove_gone",

@@ -192,9 +192,13 @@ pub(super) fn on_read_only(s: &mut Session, proof: &Proof, empty: bool) -> Step 
 pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Step {
     match s.state {
         State::Fencing | State::Fenced | State::Preserved => {
-            let news = s.busy_since.is_none() || s.holders != holders;
+            // A second overlay is no writer of the session's: policy has nothing to seal or kill.
+            let held = holders.is_empty() || !holders.iter().all(Holder::is_overlay);
+            let news = (held && s.busy_since.is_none()) || s.holders != holders;
             s.holders = holders.to_vec();
-            s.busy_since.get_or_insert(proof.at);
+            if held {
+                s.busy_since.get_or_insert(proof.at);
+            }
             not_read_only(s);
             let next = settle(s);
             Step { record: next.record && news, ..next }

@@ -245,6 +245,7 @@ pub(super) fn on_readmitted(
     s.trouble = None;
     s.busy_since = None;
     s.holders.clear();
+    s.altered = None;
     s.fence = super::super::session::FenceWish::default();
     s.witnessed = std::time::Duration::ZERO;
     s.keep_until = None;

@@ -62,6 +62,10 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
     let text = format!("{what}: {why}");
     let news = s.trouble.as_deref() != Some(text.as_str());
     s.trouble = Some(text);
+    // A key that cannot be resolved yet says nothing of what is under way beside it.
+    if what == Effect::RESOLVE {
+        return Step { record: news, ..Step::default() };
+    }
     match s.state {
         State::Deleting => {
             // Waiting for the kernel or for somebody's copy of the mount to go is no failure of ours.
@@ -135,9 +139,15 @@ pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
             Some(Work::Checkpoint { key, stage: Stage::Publishing { layer }, .. }) => {
                 Step::go([Effect::Resolve { key, layer }])
             }
-            Some(Work::Checkpoint { key, .. }) => {
+            Some(Work::Checkpoint { key, stage, .. }) => {
                 s.trouble = Some("the checkpoint was given up: the agent started again".to_owned());
-                thaw_then(s, key, None)
+                let mut step = thaw_then(s, key, None);
+                if let Stage::Thawing { layer: Some(layer) } = stage {
+                    // It was prepared; nobody waits for it any more.
+                    s.unknown.insert(key, layer);
+                    step.effects.push(Effect::Resolve { key, layer });
+                }
+                step
             }
             Some(Work::Resume) => Step::go([super::hold::make_writable(s)]),
             // Thawing is a question to the stamp: a running session is left as it is.
@@ -206,7 +216,8 @@ fn after_reboot(s: &mut Session, found: &Found) -> Step {
         took_us: 0,
     };
     let gone = |s: &mut Session| {
-        s.facts = super::super::facts::Facts::default();
+        // Flags on a disk outlive a boot; whether they are there still is looked at beside this.
+        s.facts.0.retain(|fact, _| *fact == Fact::Sealed);
         for fact in [Fact::Frozen, Fact::ReadOnly, Fact::Killed, Fact::Gone] {
             s.facts.prove(fact, proof.clone());
         }

@@ -1,6 +1,7 @@
 //! Tests of the rules: a table of the steps that matter, and properties over random sequences.
 
 mod breaker;
+mod foreign;
 mod properties;
 mod seal;
 mod table;
@@ -66,11 +67,13 @@ fn session(state: State) -> Session {
         busy_since: None,
         seal: false,
         blockers: Vec::new(),
+        altered: None,
         unknown: BTreeMap::new(),
         disposition: None,
         witnessed: Duration::ZERO,
         keep_until: None,
         tries: 0,
         trouble: None,
+        seeded: None,
     }
 }

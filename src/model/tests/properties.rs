@@ -75,6 +75,8 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::Frozen { proof: p() }),
         Just(Event::FreezeLate { blockers: Vec::new() }),
         Just(Event::ForeignThaw { seen: "0".into() }),
+        Just(Event::MovedOut { strays: Vec::new() }),
+        Just(Event::UpperChanged { seen: "a file".into() }),
         Just(Event::ReadOnly { proof: p(), empty: false }),
         Just(Event::Busy { proof: p(), holders: Vec::new() }),
         Just(Event::ReadOnlyLost { seen: "rw".into() }),
@@ -186,7 +188,7 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
 /// A fact that an event contradicts is gone after it.
 fn invariant_contradicted_facts_go(s: &Seen<'_>) -> Held {
     let fact = match s.event {
-        Event::ForeignThaw { .. } | Event::Thawed { .. } => Fact::Frozen,
+        Event::ForeignThaw { .. } | Event::Thawed { .. } | Event::MovedOut { .. } => Fact::Frozen,
         Event::ReadOnlyLost { .. } | Event::Writable { .. } | Event::Busy { .. } => Fact::ReadOnly,
         Event::SealLost { .. } | Event::Unsealed { .. } => Fact::Sealed,
         _ => return Ok(()),

@@ -580,3 +580,45 @@ fn an_open_breaker_keeps_kill_and_removal_back() {
     assert_eq!(s.tries, 0, "waiting is no failed removal");
     then(&mut s, tick(), State::Deleting, &[Effect::ProveGone]);
 }
+
+#[test]
+fn i7_a_key_that_is_not_resolved_yet_ends_nothing_else() {
+    let failed = || Event::Failed { what: Effect::RESOLVE.into(), why: "lost".into() };
+    let mut s = session(State::Active);
+    s.unknown.insert(key(1), layer(1));
+    then(
+        &mut s,
+        Event::CheckpointAsked { key: key(2) },
+        State::Active,
+        &[Effect::Freeze { purpose: Purpose::Checkpoint }],
+    );
+    then(&mut s, failed(), State::Active, &[]);
+    then(&mut s, frozen(), State::Active, &[capture(2)]);
+    then(&mut s, failed(), State::Active, &[]);
+    then(&mut s, captured(2, 5), State::Active, &[Effect::Thaw]);
+    then(&mut s, thawed(), State::Active, &[publish(2, 5)]);
+    then(&mut s, answered(2, committed(5)), State::Active, &[]);
+    assert_eq!(s.unknown.keys().collect::<Vec<_>>(), [&key(1)]);
+}
+
+#[test]
+fn i7_what_was_prepared_and_given_up_is_ended_at_the_authority() {
+    let prepared = || {
+        let mut s = session(State::Active);
+        step(&mut s, &Event::CheckpointAsked { key: key(1) });
+        step(&mut s, &frozen());
+        then(&mut s, captured(1, 5), State::Active, &[Effect::Thaw]);
+        s
+    };
+    let mut s = prepared();
+    let found = Found { boot: s.boot, lease_good: true, fence_stamped: false };
+    let event = Event::Recovered(found);
+    then(&mut s, event, State::Active, &[Effect::Thaw, resolve(1, 5)]);
+    then(&mut s, answered(1, refusal(Code::KeyBuried)), State::Active, &[]);
+    then(&mut s, thawed(), State::Active, &[]);
+    assert!(s.unknown.is_empty() && s.work.is_none());
+    let mut s = prepared();
+    step(&mut s, &lost(true));
+    assert_eq!(s.unknown.keys().collect::<Vec<_>>(), [&key(1)]);
+    assert!(!s.safe_to_delete());
+}

@@ -18,6 +18,7 @@ enum Ask {
     Releasing { lease: u128, generation: u64 },
     End { lease: u128, generation: u64, state: LeaseState },
     Publish { lease: u128, generation: u64, session: u128, version: u64, head: bool, key: usize },
+    Enter { key: usize, sent: bool },
     Bury { key: usize },
     Hold,
     Repair,
@@ -53,6 +54,7 @@ fn asks() -> impl Strategy<Value = Ask> {
         1 => Just(Ask::Recreate),
         3 => (0u64..7).prop_map(Ask::Wait),
         1 => Just(Ask::Reboot),
+        2 => (0..4_usize, any::<bool>()).prop_map(|(key, sent)| Ask::Enter { key, sent }),
     ]
 }
 
@@ -75,7 +77,10 @@ impl Bench {
         let Some(l) = &self.w.lease else { return false };
         self.w.hold.is_none()
             && !self.w.deleted
-            && self.keys[key] == KeyState::Unused
+            && matches!(
+                self.keys[key],
+                KeyState::Unused | KeyState::Prepared | KeyState::Sent | KeyState::Unknown { .. }
+            )
             && (l.id, l.session) == (wish.lease, wish.session)
             && l.generation == wish.generation
             && self.w.generation == wish.generation
@@ -144,7 +149,7 @@ impl Bench {
                 };
                 let may = self.may_publish(&wish, k);
                 match self.w.publish(&wish, &self.keys[k], &self.now) {
-                    Ok((next, at)) if self.keys[k] == KeyState::Unused => {
+                    Ok((next, at)) if !matches!(self.keys[k], KeyState::Committed { .. }) => {
                         prop_assert!(may, "published against a condition");
                         prop_assert_eq!(at.version.0, before.at.version.0 + 1);
                         prop_assert_eq!(at.head.0.last(), Some(&wish.layer));
@@ -161,14 +166,23 @@ impl Bench {
                     Err(refusal) => {
                         prop_assert!(!may, "refused although every condition holds");
                         prop_assert!(PUBLISH_REFUSALS.contains(&refusal.code), "{:?}", refusal);
+                        if let KeyState::Rejected { code } = self.keys[k] {
+                            prop_assert_eq!(refusal.code, code, "a key changed its answer");
+                        } else if self.keys[k].is_open() {
+                            self.keys[k] = KeyState::Rejected { code: refusal.code };
+                        }
                     }
                 }
             }
             Ask::Bury { key } => {
-                if self.keys[key] == KeyState::Unused {
+                if self.keys[key] == KeyState::Unused || self.keys[key].is_open() {
                     self.keys[key] = KeyState::Buried;
                 }
             }
+            Ask::Enter { key, sent } if self.keys[key] == KeyState::Unused => {
+                self.keys[key] = if sent { KeyState::Sent } else { KeyState::Prepared };
+            }
+            Ask::Enter { .. } => {}
             Ask::Hold => self.w = self.w.held("odd"),
             Ask::Repair => self.w.hold = None,
             Ask::Recreate => {

@@ -9,8 +9,9 @@ use super::{CreateWorkspace, PathText, bounds};
 use crate::model::facts::{Blocker, Fact, Holder};
 use crate::model::head::{Digest, HeadAt};
 use crate::model::lease::HolderKind;
+use crate::model::ledger::Unresolved;
 use crate::model::limits::Limits;
-use crate::model::session::{CloseMode, Disposition, OnBusy, Work};
+use crate::model::session::{CloseMode, Disposition, OnBusy, Seeded, Work};
 use crate::model::slice::Slice;
 use crate::model::workspace::Predecessor;
 
@@ -91,6 +92,10 @@ pub struct Opened {
     /// Who wrote before, if anybody did.
     #[schema(value_type = Option<Object>)]
     pub predecessor: Option<Predecessor>,
+    /// Publications and external requests that former writers left without a known outcome.
+    #[serde(default)]
+    #[schema(value_type = Vec<Object>)]
+    pub unresolved: Vec<Unresolved>,
 }
 
 /// A session.
@@ -150,6 +155,9 @@ pub struct SessionView {
     /// Who does not freeze.
     #[schema(value_type = Vec<Object>)]
     pub blockers: Vec<Blocker>,
+    /// What somebody changed in the upper, past the overlay, since it was proved read-only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub altered: Option<String>,
     /// What was mounted.
     #[schema(value_type = Object)]
     pub base: HeadAt,
@@ -176,6 +184,10 @@ pub struct SessionView {
     pub labels: BTreeMap<String, String>,
     /// The last thing that went wrong.
     pub trouble: Option<String>,
+    /// Whose bytes it began with, if it did not begin empty: a bundle's, or a former session's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    pub seeded: Option<Seeded>,
 }
 
 /// A seal, or its end, under way.
@@ -283,6 +295,22 @@ pub struct ReadmitSession {
     /// Why; at most 4,096 bytes.
     #[serde(deserialize_with = "bounds::reason")]
     pub reason: String,
+}
+
+/// `bundle apply`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ApplyBundle {
+    /// The bundle's directory, on the agent's host.
+    pub bundle: PathText,
+    /// The person who takes the responsibility; at most 256 bytes.
+    #[serde(deserialize_with = "bounds::name")]
+    pub authorised_by: String,
+    /// Why; at most 4,096 bytes.
+    #[serde(deserialize_with = "bounds::reason")]
+    pub reason: String,
+    /// The terms of the new session; `force` is refused.
+    pub open: OpenSession,
 }
 
 /// `lease beat` with the token.

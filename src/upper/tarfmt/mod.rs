@@ -12,6 +12,7 @@ pub(super) use read::{Entries, Entry};
 pub(super) use write::Writer;
 
 use super::changes::Xattrs;
+use crate::model::view::Told;
 
 /// A path in a layer has at most this many bytes; much longer than the kernel takes in one call.
 pub(super) const MAX_PATH: usize = 1 << 20;
@@ -31,6 +32,10 @@ const OWN_XATTR: &[u8] = b"OVERFENCE.xattr.";
 const TRUE_PATH: &[u8] = b"OVERFENCE.path";
 /// The same of the file that a hard link is to.
 const TRUE_LINK: &[u8] = b"OVERFENCE.linkpath";
+/// What an entry is to the base, as JSON (`model::view::Told`): in bundles.
+const TOLD: &[u8] = b"OVERFENCE.change";
+/// It has at most this many bytes.
+const MAX_TOLD: usize = 4096;
 
 /// Bytes of a file that are not zero, or not known to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +87,8 @@ pub(super) struct Meta {
     /// Nanoseconds after them.
     pub(super) mtime_ns: u32,
     pub(super) xattrs: Xattrs,
+    /// What it is to the base, in a bundle; said by whoever made that.
+    pub(super) told: Option<Told>,
 }
 
 /// Reads an archive to its end and drops it: what the fuzz target and `bundle::verify` run.
@@ -159,6 +166,7 @@ mod tests {
                 mtime_s,
                 mtime_ns,
                 xattrs,
+                told: None,
             })
     }
 

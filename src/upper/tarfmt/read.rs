@@ -6,7 +6,8 @@ use super::super::changes::{is_foreign_mark, is_overlay_mark};
 use super::super::{At as _, Error, Result, path_of};
 use super::names::{Meaning, inside, restored};
 use super::{
-    BLOCK, Kind, MAX_NAME, MAX_RECORDS, MAX_RUNS, Meta, OWN_XATTR, Run, TRUE_LINK, TRUE_PATH, XATTR,
+    BLOCK, Kind, MAX_NAME, MAX_RECORDS, MAX_RUNS, MAX_TOLD, Meta, OWN_XATTR, Run, TOLD, TRUE_LINK,
+    TRUE_PATH, XATTR,
 };
 
 /// One entry, its path without leading `./` and trailing slash; empty for the top directory. Of a
@@ -42,6 +43,7 @@ struct Extended {
     xattrs: super::Xattrs,
     true_path: Option<Vec<u8>>,
     true_link: Option<Vec<u8>>,
+    told: Option<crate::model::view::Told>,
     sparse: Sparse,
 }
 
@@ -175,6 +177,7 @@ impl<R: Read> Entries<R> {
             mtime_s,
             mtime_ns,
             xattrs: extended.xattrs,
+            told: extended.told,
         };
         self.left = if has_content { size } else { 0 };
         self.padding = self.left.wrapping_neg() % BLOCK as u64;
@@ -392,6 +395,11 @@ fn parse_records(mut body: &[u8], into: &mut Extended) -> Result<()> {
             }
             _ if key == TRUE_PATH => into.true_path = Some(value.to_vec()),
             _ if key == TRUE_LINK => into.true_link = Some(value.to_vec()),
+            _ if key == TOLD => {
+                let told = Some(value).filter(|value| value.len() <= MAX_TOLD);
+                let told = told.and_then(|value| serde_json::from_slice(value).ok());
+                into.told = Some(told.ok_or_else(bad)?);
+            }
             _ => {
                 if let Some(name) = key.strip_prefix(OWN_XATTR) {
                     let name = decode_name(name);

@@ -7,7 +7,7 @@ use tar::EntryType;
 
 use super::super::changes::is_foreign_mark;
 use super::names::{OPAQUE, WHITEOUT, escaped, prefixed};
-use super::{BLOCK, Kind, Meta, OWN_XATTR, Run, TRUE_LINK, TRUE_PATH, XATTR};
+use super::{BLOCK, Kind, Meta, OWN_XATTR, Run, TOLD, TRUE_LINK, TRUE_PATH, XATTR};
 
 /// The name every PAX header carries; readers do not use it.
 const PAX_NAME: &[u8] = b"PaxHeaders/overfence";
@@ -150,6 +150,9 @@ impl<W: Write> Writer<W> {
         let plain_mtime = u64::try_from(meta.mtime_s).ok().filter(|s| *s <= MAX_SIZE);
         if meta.mtime_ns != 0 || plain_mtime.is_none() {
             record(b"mtime", decimal_time(meta.mtime_s, meta.mtime_ns).into_bytes());
+        }
+        if let Some(told) = &meta.told {
+            record(TOLD, serde_json::to_vec(told)?);
         }
         for (name, value) in &meta.xattrs {
             let key = if is_foreign_mark(name) { OWN_XATTR } else { XATTR };

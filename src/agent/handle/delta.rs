@@ -1,0 +1,137 @@
+//! What a session's upper changes, streamed: nothing of it is held in memory but one directory's
+//! names.
+
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+
+use super::{Agent, internal, of_upper};
+use crate::agent::failure::Failure;
+use crate::agent::host::Host;
+use crate::agent::slot::Slot;
+use crate::kernel::walk::Dir;
+use crate::model::code::Code;
+use crate::model::facts::Fact;
+use crate::model::head::Head;
+use crate::model::ids::SessionId;
+use crate::model::session::State;
+use crate::model::view::{DiffRow, DiffSummary};
+use crate::upper::diff::Diff;
+use crate::upper::lowers::Lowers;
+
+/// Rows on their way to a slow reader.
+const AHEAD: usize = 256;
+
+/// How long a reader may read nothing.
+const STALLED: Duration = Duration::from_secs(60);
+
+/// One thing of a diff.
+#[derive(Debug)]
+pub enum Told {
+    /// A changed name.
+    Row(DiffRow),
+    /// All of them, counted: nothing follows.
+    End(DiffSummary),
+}
+
+impl Agent {
+    /// Streams what a session changes against the layers that it was mounted on. A running session's
+    /// upper is read as it is; what comes and goes meanwhile may be there or not.
+    pub async fn diff(
+        &self,
+        id: SessionId,
+    ) -> Result<mpsc::Receiver<Result<Told, Failure>>, Failure> {
+        let slot = self.slot(id)?;
+        let turn = Arc::clone(&self.0.diffs).acquire_owned().await.map_err(internal)?;
+        let (to, rows) = mpsc::channel(AHEAD);
+        let host = Arc::clone(&self.0);
+        let diff = self
+            .blocking({
+                let slot = Arc::clone(&slot);
+                move |host| begin(host, &slot)
+            })
+            .await?;
+        tokio::task::spawn_blocking(move || {
+            // Given back when the walk ends, however that is.
+            let _turn = turn;
+            walk(&host, &slot, diff, &to);
+        });
+        Ok(rows)
+    }
+}
+
+/// The upper, the layers below it, and whether it may be written to meanwhile.
+struct Begun {
+    upper: Dir,
+    base: Lowers,
+    live: bool,
+}
+
+fn begin(host: &Host, slot: &Slot) -> Result<Begun, Failure> {
+    let s = slot.session();
+    if matches!(s.state, State::Opening | State::Deleting | State::Closed) {
+        return Err(super::denied(&s, Code::WrongState));
+    }
+    let stopped = [Fact::ReadOnly, Fact::Gone].iter().any(|fact| s.facts.has(*fact));
+    let upper = Dir::open(&slot.dirs.upper).map_err(internal)?;
+    Ok(Begun { upper, base: host.shown_by(&s.base.head).map_err(of_upper)?, live: !stopped })
+}
+
+fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, Failure>>) {
+    let stop = || {
+        to.is_closed()
+            || host.stopping()
+            || matches!(slot.lock().session.state, State::Deleting | State::Closed)
+    };
+    let mut summary = DiffSummary::default();
+    let mut left = false;
+    let outcome = Diff::new(begun.upper.as_fd(), begun.base, begun.live, &stop).and_then(|diff| {
+        for row in diff {
+            let row = row?;
+            summary.count(&row);
+            if !hand(host, to, Ok(Told::Row(row))) {
+                left = true;
+                return Ok(());
+            }
+        }
+        Ok(())
+    });
+    // Without its end a diff is not whole; who left needs neither.
+    if left {
+        return;
+    }
+    hand(
+        host,
+        to,
+        match outcome {
+            Ok(()) => Ok(Told::End(summary)),
+            Err(fault) => Err(of_upper(fault)),
+        },
+    );
+}
+
+/// Hands a thing over; false once nobody reads, or not any more: others wait for this turn.
+fn hand(
+    host: &Host,
+    to: &mpsc::Sender<Result<Told, Failure>>,
+    told: Result<Told, Failure>,
+) -> bool {
+    match to.try_send(told) {
+        Ok(()) => true,
+        Err(mpsc::error::TrySendError::Closed(_)) => false,
+        Err(mpsc::error::TrySendError::Full(told)) => {
+            let sent = host.runtime.block_on(tokio::time::timeout(STALLED, to.send(told)));
+            matches!(sent, Ok(Ok(())))
+        }
+    }
+}
+
+impl Host {
+    /// What the layers of a head show, to be read by descriptor.
+    pub(in crate::agent) fn shown_by(&self, head: &Head) -> crate::upper::Result<Lowers> {
+        let layers = head.0.iter().map(|layer| Ok(Dir::open(&self.layers.ensure_tree(*layer)?)?));
+        Ok(Lowers::new(layers.collect::<crate::upper::Result<_>>()?))
+    }
+}

@@ -1,0 +1,173 @@
+//! What is kept, for how long, and what `gc` says of it: what would go and why, what may not and why.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::agent_process::{Host, id_of, path_of};
+use crate::host::{Place, Test, paced};
+
+pub fn tests() -> Vec<Test> {
+    vec![
+        Test { name: "gc_says_what_goes_and_what_stays_and_why", run: says },
+        Test { name: "orphans_both_ways_are_found_and_kept", run: orphans },
+        Test { name: "a_deletion_is_announced_before_it_comes", run: announced },
+        Test { name: "an_export_cut_off_leaves_no_bundle_and_is_done_again", run: cut_off },
+    ]
+}
+
+fn started(place: &Place, config: &str) -> Host {
+    let mut host = Host::new(place, "h");
+    let text = std::fs::read_to_string(&host.config).unwrap();
+    std::fs::write(&host.config, format!("{text}{config}")).unwrap();
+    assert!(host.start(None), "{}", host.log());
+    host
+}
+
+/// A stopped session with bytes that no publication holds.
+fn kept(host: &Host, workspace: &str) -> String {
+    let opened = host.open(workspace, "1h");
+    std::fs::write(path_of(&opened["session"], "merged").join("f"), "precious").unwrap();
+    let id = id_of(&opened);
+    host.ask(&["fence", &id, "--reason", "test", "--wait"]);
+    host.until(&id, |view| view["state"] == "PRESERVED");
+    id
+}
+
+fn item(report: &Value, id: &str) -> Value {
+    let items = report["items"].as_array().unwrap().iter();
+    let found: Vec<_> = items.filter(|item| item["id"] == id).collect();
+    assert_eq!(found.len(), 1, "{report:#}");
+    found[0].clone()
+}
+
+fn says(place: &Place) {
+    let host = started(place, "");
+    let (graced, longer) = (kept(&host, "a"), kept(&host, "b"));
+    host.must(&["preserved", "keep", &longer, "--until", "400h"]);
+    let row = |id: &str| {
+        let all = host.must(&["preserved", "list"]);
+        all.as_array().unwrap().iter().find(|row| row["session"] == id).unwrap().clone()
+    };
+    let shown = row(&graced);
+    assert_eq!((&shown["workspace"], &shown["entries"]), (&"a".into(), &1.into()));
+    assert!(shown["bytes"].as_u64() > Some(0) && shown["next"] == "removed", "{shown:#}");
+    assert!(shown["reason"].as_str().unwrap().contains("test"), "{shown:#}");
+    // Something that was decided before, and cut off.
+    let trash = host.dir.join("state/trash/s-00000000000070008000000000000001");
+    std::fs::create_dir_all(trash.join("upper")).unwrap();
+    std::os::unix::fs::symlink("s-00000000000070008000000000000001", trash.join("marker")).unwrap();
+    let report = host.must(&["gc", "--dry-run"]);
+    let why = |id: &str| item(&report, id)["reason"].as_str().unwrap().to_owned();
+    assert!(why(&graced).starts_with("kept by grace for 7"), "{}", why(&graced));
+    assert!(why(&longer).starts_with("kept by `preserved keep` for "), "{}", why(&longer));
+    assert!(
+        why(&graced).contains(&shown["not_before"].as_str().unwrap()[..10]),
+        "{}",
+        why(&graced)
+    );
+    assert_eq!(item(&report, &graced)["verdict"], "keep");
+    assert_eq!(item(&report, "trash")["verdict"], "remove");
+    assert!(trash.exists(), "a rehearsal touches nothing");
+    let report = host.must(&["gc"]);
+    assert_eq!(item(&report, "trash")["verdict"], "removed");
+    assert!(!trash.exists());
+    assert_eq!(host.must(&["session", "inspect", &graced])["state"], "PRESERVED");
+}
+
+fn orphans(place: &Place) {
+    let mut host = started(place, "");
+    let id = kept(&host, "w");
+    let upper = host.dir.join("state/sessions").join(&id);
+    host.kill_agent();
+    // A directory and a cgroup without a record, and a record without its directory.
+    let stray = "s-00000000000070008000000000000002";
+    let dir = host.dir.join("state/sessions").join(stray);
+    std::fs::create_dir_all(dir.join("upper")).unwrap();
+    std::fs::write(dir.join("upper/somebody's"), vec![1; 100_000]).unwrap();
+    std::fs::create_dir(host.cgroup.join(stray)).unwrap();
+    let merged = upper.join("merged");
+    nix::mount::umount(&merged).unwrap();
+    let away = host.dir.join("away");
+    std::fs::rename(&upper, &away).unwrap();
+    assert!(host.start(None), "{}", host.log());
+    for args in [&["gc", "--dry-run"][..], &["gc"]] {
+        let report = host.must(args);
+        let items = report["items"].as_array().unwrap().iter();
+        let found: Vec<_> = items.filter(|item| item["id"] == stray).collect();
+        assert_eq!(found.len(), 2, "{report:#}");
+        assert!(found.iter().all(|item| item["verdict"] == "keep"), "{report:#}");
+        assert!(found.iter().any(|item| item["bytes"].as_u64() >= Some(100_000)), "{report:#}");
+        let lost = item(&report, &id);
+        assert_eq!(lost["verdict"], "keep");
+        assert!(lost["reason"].as_str().unwrap().contains("bring it back"), "{lost:#}");
+    }
+    assert!(dir.join("upper/somebody's").exists());
+    // It is brought back, and is what it was.
+    std::fs::rename(&away, &upper).unwrap();
+    let report = host.must(&["gc", "--dry-run"]);
+    assert!(!item(&report, &id)["reason"].as_str().unwrap().contains("bring it back"));
+    std::fs::remove_dir(host.cgroup.join(stray)).unwrap();
+}
+
+fn ahead(host: &Host, id: &str) -> Vec<Value> {
+    let entries = host.must(&["evidence", "show", "--session", id]);
+    let all = entries.as_array().unwrap().iter();
+    all.filter(|entry| entry["kind"] == "deletion_ahead").cloned().collect()
+}
+
+fn announced(place: &Place) {
+    let host = started(place, "[preserve]\ngrace = \"6s\"\nmin_notice = \"1s\"\nsweep = \"1s\"\n");
+    let id = kept(&host, "w");
+    let upper = host.dir.join("state/sessions").join(&id).join("upper/f");
+    let begun = Instant::now();
+    while ahead(&host, &id).is_empty() {
+        assert!(begun.elapsed() < paced(Duration::from_secs(10)), "{}", host.log());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(upper.exists(), "it is said before it is done");
+    let told = ahead(&host, &id)[0].clone();
+    assert_eq!((&told["detail"]["owner"], &told["detail"]["entries"]), (&"root".into(), &1.into()));
+    assert!(told["detail"]["not_before"].is_string(), "{told:#}");
+    gone(&upper);
+    let told = ahead(&host, &id);
+    assert_eq!(told.len(), 1, "said once: {told:#?}");
+}
+
+fn gone(path: &Path) {
+    let begun = Instant::now();
+    while path.exists() {
+        assert!(begun.elapsed() < paced(Duration::from_secs(30)), "grace does not end");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn cut_off(place: &Place) {
+    let mut host = started(place, "");
+    let id = kept(&host, "w");
+    let bundles = host.dir.join("state/bundles");
+    for point in ["upper.bundle.rename.before", "upper.layer.rename.before", "upper.bundle.before"]
+    {
+        host.kill_agent();
+        assert!(host.start(Some(&format!("die={point}"))), "{}", host.log());
+        assert_eq!(host.ask(&["preserved", "export", &id]).0, 6, "{point}");
+        let named = |host: &Host| {
+            let entries = std::fs::read_dir(host.dir.join("state/bundles")).unwrap().flatten();
+            entries.map(|e| e.file_name().into_string().unwrap()).collect::<Vec<_>>()
+        };
+        assert!(named(&host).iter().all(|n| n.starts_with('.')), "{point}: {:?}", named(&host));
+        host.kill_agent();
+        assert!(host.start(None), "{}", host.log());
+        assert_eq!(named(&host), Vec::<String>::new(), "{point}: half a bundle stays");
+        let begun = Instant::now();
+        while std::fs::read_dir(host.dir.join("state/exports")).unwrap().count() > 0 {
+            assert!(begun.elapsed() < paced(Duration::from_secs(10)), "{point}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+    let made = host.must(&["preserved", "export", &id]);
+    assert_eq!(made["verified"], true);
+    assert_eq!(std::fs::read_dir(&bundles).unwrap().count(), 1);
+    host.must(&["preserved", "discard", &id, "--yes"]);
+}

@@ -2,7 +2,8 @@
 # What `make` needs of a Debian host, checked and, where root may, installed.
 #
 #   packaging/setup.sh build          compile
-#   packaging/setup.sh run            compile, and run overfence here: root, kernel, bubblewrap
+#   packaging/setup.sh run            compile, and run overfence here: root, kernel, bubblewrap,
+#                                   mkfs.ext4 for uppers in images
 #   packaging/setup.sh test           as `run` when root, as `build` otherwise
 #   packaging/setup.sh bench          as `run`, and the container engines to measure beside
 #
@@ -87,10 +88,10 @@ need_rust() {
 }
 
 build=(gcc libc6-dev make ca-certificates)
-run=(bubblewrap)
+run=(bubblewrap e2fsprogs)
 # busybox: the image that every engine runs. The daemons are started by the bench, privately.
 bench=(docker.io podman containerd runc busybox-static)
-test=(e2fsprogs util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils podman runc)
+test=(util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils podman runc)
 
 cd "$(dirname "$0")/.."
 case ${1:-} in

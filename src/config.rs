@@ -11,9 +11,10 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use toml::Table;
 
+use crate::model::backing::{MinFree, UpperKind};
 use crate::model::head::Digest;
 use crate::model::lease::checked_ttl;
-use crate::model::limits::Limits;
+use crate::model::limits::{Limits, Size};
 use crate::model::session::{AfterDoubt, OnBusy, OnSlowFreeze, Policy};
 
 pub mod duration;
@@ -176,6 +177,15 @@ pub struct OpenKeys {
     /// How long to wait for the former writer's freeze.
     #[serde(with = "duration")]
     pub predecessor_wait: Duration,
+    /// What uppers lie in, where the opener does not say.
+    pub upper: UpperKind,
+    /// What an image holds at most, where the opener does not say.
+    pub size: Size,
+    /// How much of the state directory's file system an open leaves free.
+    pub min_free: MinFree,
+    /// The most sessions that are mounted at the same time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_sessions: Option<u64>,
 }
 
 /// `[workload]`
@@ -279,7 +289,13 @@ impl Default for CheckpointKeys {
 
 impl Default for OpenKeys {
     fn default() -> Self {
-        Self { predecessor_wait: Duration::from_secs(5) }
+        Self {
+            predecessor_wait: Duration::from_secs(5),
+            upper: UpperKind::Directory,
+            size: Size(10 << 30),
+            min_free: MinFree::Percent(1),
+            max_sessions: None,
+        }
     }
 }
 
@@ -371,6 +387,15 @@ impl Config {
             if span.is_zero() {
                 return Err((key, "it is zero; choose a longer time".into()));
             }
+        }
+        if let Err(why) = crate::kernel::image::checked_size(self.open.size) {
+            return Err(("open.size", why));
+        }
+        if self.open.max_sessions == Some(0) {
+            return Err((
+                "open.max_sessions",
+                "no session could be opened; choose at least 1".into(),
+            ));
         }
         if self.limits.pids == Some(0) {
             return Err(("limits.pids", "no process could run; choose at least 1".into()));

@@ -74,7 +74,11 @@ pub fn run_child(all: &[(&'static str, Vec<Test>)], name: &str) -> ! {
     .expect("make mounts private");
     // A production agent's sessions must not be held by this copy.
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").expect("mountinfo");
-    for line in mounts.lines().filter(|l| l.contains(" - overlay overfence-")) {
+    let ours = |l: &&str| {
+        let image = l.contains("/sessions/s-") && l.contains("/disk ") && l.contains(" - ext4 ");
+        image || l.contains(" - overlay overfence-")
+    };
+    for line in mounts.lines().filter(ours) {
         let point = line.split(' ').nth(4).expect("a mount point");
         let _ = nix::mount::umount2(point, nix::mount::MntFlags::MNT_DETACH);
     }

@@ -20,6 +20,7 @@ mod demo;
 mod full_disk;
 mod host;
 mod hostile;
+mod image;
 mod keeper;
 mod keeping;
 mod kept;
@@ -73,6 +74,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("rebase", rebase::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
+        ("image", image::tests()),
         ("full_disk", full_disk::tests()),
         ("writers", writers::tests()),
         ("slow_disk", slow_disk::tests()),

@@ -20,6 +20,7 @@ const NEEDS: &[(&str, &[&str])] = &[
     ),
     ("confinement::i10_capabilities_and_filters_are_as_decided", &["unconfined-root"]),
     ("full_disk::a_filler_on_ext4_stops_nobody_else", &["loop-devices"]),
+    ("image::", &["loop-devices", "image-uppers", "user-namespace", "idmapped-layers"]),
     ("leases::a_mapped_root_is_root_in_the_layer", &["user-namespace", "idmapped-layers"]),
     ("writers::loop-device", &["loop-devices"]),
     ("writers::io-uring-sqpoll", &["io-uring"]),

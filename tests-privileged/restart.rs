@@ -16,16 +16,50 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i8_kill_9_disturbs_no_good_lease", run: undisturbed },
         Test { name: "i9_the_keeper_freezes_when_the_agent_is_dead", run: keeper_alone },
         Test { name: "i9_a_stopped_agent_is_doubt_and_resumes_unclaimed", run: stopped_agent },
-        Test { name: "i8_every_effect_has_a_failpoint", run: counted },
-        Test { name: "i8_killed_at_every_effect_1", run: |p| killed_at_every(p, 0) },
-        Test { name: "i8_killed_at_every_effect_2", run: |p| killed_at_every(p, 1) },
-        Test { name: "i8_killed_at_every_effect_3", run: |p| killed_at_every(p, 2) },
-        Test { name: "i8_killed_at_every_effect_4", run: |p| killed_at_every(p, 3) },
+        Test { name: "i8_every_effect_has_a_failpoint", run: |p| counted(p, DIRECTORY) },
+        Test { name: "i8_every_effect_on_an_image_has_a_failpoint", run: |p| counted(p, IMAGE) },
+        Test { name: "i8_killed_at_every_effect_1", run: |p| killed_at_every(p, 0, DIRECTORY) },
+        Test { name: "i8_killed_at_every_effect_2", run: |p| killed_at_every(p, 1, DIRECTORY) },
+        Test { name: "i8_killed_at_every_effect_3", run: |p| killed_at_every(p, 2, DIRECTORY) },
+        Test { name: "i8_killed_at_every_effect_4", run: |p| killed_at_every(p, 3, DIRECTORY) },
+        Test {
+            name: "i8_killed_at_every_effect_on_an_image_1",
+            run: |p| killed_at_every(p, 0, IMAGE),
+        },
+        Test {
+            name: "i8_killed_at_every_effect_on_an_image_2",
+            run: |p| killed_at_every(p, 1, IMAGE),
+        },
+        Test {
+            name: "i8_killed_at_every_effect_on_an_image_3",
+            run: |p| killed_at_every(p, 2, IMAGE),
+        },
+        Test {
+            name: "i8_killed_at_every_effect_on_an_image_4",
+            run: |p| killed_at_every(p, 3, IMAGE),
+        },
         Test { name: "i2_an_older_authority_is_not_believed", run: rolled_back },
     ]
 }
 
 const SHARES: usize = 4;
+
+/// Flags of an open.
+type Upper = &'static [&'static str];
+const DIRECTORY: Upper = &[];
+const IMAGE: Upper = &["--upper", "image", "--size", "64M"];
+/// Points at which an image makes a difference.
+const WITH_IMAGE: [&str; 9] = [
+    "kernel.image",
+    "freeze_upper",
+    "thaw_upper",
+    "prove_gone",
+    "umount",
+    "remove",
+    "session.create",
+    "kernel.mount",
+    "effect.read_only",
+];
 
 fn writer(view: &Value, script: &str) -> Child {
     let procs = path_of(view, "cgroup").join("cgroup.procs");
@@ -172,12 +206,12 @@ struct Acknowledged {
 
 /// Open, write, checkpoint, fence, export, discard, and open and close another one; stops at the
 /// first verb that is not answered.
-fn scenario(host: &Host) -> Acknowledged {
+fn scenario(host: &Host, upper: Upper) -> Acknowledged {
     let mut done = Acknowledged::default();
     let told = |out: (i32, Value)| (out.0 == 0 || out.0 == 8).then_some(out.1);
-    let Some(opened) =
-        told(host.ask(&["session", "open", "-w", "w", "--create", "--ttl", &paced_ttl(60)]))
-    else {
+    let ttl = paced_ttl(60);
+    let open = [&["session", "open", "-w", "w", "--create", "--ttl", &ttl], upper].concat();
+    let Some(opened) = told(host.ask(&open)) else {
         return done;
     };
     let id = id_of(&opened);
@@ -187,18 +221,23 @@ fn scenario(host: &Host) -> Acknowledged {
     let Some(answer) = told(host.ask(&["session", "checkpoint", &id])) else { return done };
     done.published = answer["at"]["version"].as_u64();
     std::fs::write(path_of(&opened["session"], "merged").join("two"), "precious").unwrap();
+    // Whoever holds it open for writing keeps it from becoming read-only: an image is stopped then.
+    let held = (upper == IMAGE).then(|| {
+        let file = path_of(&opened["session"], "merged").join("two");
+        std::fs::File::options().append(true).open(file).unwrap()
+    });
     if told(host.ask(&["fence", &id, "--reason", "test", "--wait"])).is_none() {
         return done;
     }
     if told(host.ask(&["preserved", "export", &id])).is_none() {
         return done;
     }
+    drop(held);
     if told(host.ask(&["preserved", "discard", &id, "--yes"])).is_none() {
         return done;
     }
     done.discarded = true;
-    let Some(second) = told(host.ask(&["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]))
-    else {
+    let Some(second) = told(host.ask(&open)) else {
         return done;
     };
     done.generation = second["session"]["generation"].as_u64().unwrap();
@@ -207,17 +246,20 @@ fn scenario(host: &Host) -> Acknowledged {
     done
 }
 
-fn counted(place: &Place) {
+fn counted(place: &Place, upper: Upper) {
     let mut host = Host::new(place, "h");
     let log = host.dir.join("points");
     assert!(host.start(Some(&format!("log={}", log.display()))));
-    let done = scenario(&host);
+    let done = scenario(&host, upper);
     assert!(done.second, "{done:?}\n{}", host.log());
     let text = std::fs::read_to_string(&log).unwrap();
     let points: BTreeSet<&str> = text.lines().filter_map(|l| l.split(' ').nth(1)).collect();
     eprintln!("{} failpoints hit, {} of them different", text.lines().count(), points.len());
     // Effects that this scenario does not lead to have tests of their own.
-    let elsewhere = ["read_write", "resolve", "seal", "unseal"];
+    let mut elsewhere = vec!["read_write", "resolve", "seal", "unseal"];
+    if upper != IMAGE {
+        elsewhere.extend(["freeze_upper", "thaw_upper"]);
+    }
     for effect in overfence::model::step::Effect::NAMES {
         for when in ["before", "after"] {
             let point = format!("effect.{effect}.{when}");
@@ -230,18 +272,21 @@ fn counted(place: &Place) {
     assert_eq!(leftovers(&host), Vec::<String>::new());
 }
 
-fn killed_at_every(place: &Place, share: usize) {
+fn killed_at_every(place: &Place, share: usize, upper: Upper) {
     let mut counting = Host::new(place, "count");
     let log = counting.dir.join("points");
     assert!(counting.start(Some(&format!("log={}", log.display()))));
-    assert!(scenario(&counting).second);
+    assert!(scenario(&counting, upper).second);
     counting.stop();
     let text = std::fs::read_to_string(&log).unwrap();
     // Representatives of each point: the first and the last time it is passed. An emulated host,
     // where each takes seconds, has the first alone.
     let both = paced(Duration::from_secs(1)) == Duration::from_secs(1);
     let mut chosen = BTreeSet::new();
-    for name in text.lines().filter_map(|l| l.split(' ').nth(1)).collect::<BTreeSet<_>>() {
+    // What an image adds; the rest is gone through with a directory.
+    let wanted = |name: &str| upper != IMAGE || WITH_IMAGE.iter().any(|part| name.contains(part));
+    let names = text.lines().filter_map(|l| l.split(' ').nth(1));
+    for name in names.filter(|name| wanted(name)).collect::<BTreeSet<_>>() {
         let hits: Vec<u64> = text
             .lines()
             .filter(|l| l.split(' ').nth(1) == Some(name))
@@ -259,15 +304,15 @@ fn killed_at_every(place: &Place, share: usize) {
         .map(|(_, hit)| hit)
         .collect();
     for hit in &mine {
-        killed_at(place, *hit);
+        killed_at(place, *hit, upper);
     }
     eprintln!("killed and recovered at {} points", mine.len());
 }
 
-fn killed_at(place: &Place, hit: u64) {
+fn killed_at(place: &Place, hit: u64, upper: Upper) {
     let mut host = Host::new(place, &format!("k{hit}"));
     let ready = host.start(Some(&format!("die={hit}")));
-    let done = if ready { scenario(&host) } else { Acknowledged::default() };
+    let done = if ready { scenario(&host, upper) } else { Acknowledged::default() };
     host.kill_agent();
     assert!(host.start(None), "hit {hit}: the agent does not start again: {}", host.log());
     settle(&host, hit);
@@ -289,7 +334,12 @@ fn killed_at(place: &Place, hit: u64) {
             Some(s) => {
                 let upper = path_of(&s, "upper");
                 let gone = s["state"] == "DELETING" || s["disposition"]["by"] == "discard";
-                assert!(upper.join("one").exists() || gone, "{}", context());
+                // Without an overlay an image is not mounted.
+                let kept = match has(&s, "gone") {
+                    true => upper.with_file_name("").with_file_name("image"),
+                    false => upper.join("one"),
+                };
+                assert!(kept.exists() || gone, "{kept:?} {}", context());
             }
             None => {
                 let entries = host.must(&["evidence", "show", "--session", id]);
@@ -389,6 +439,8 @@ fn leftovers(host: &Host) -> Vec<String> {
                 left.push(line.to_owned());
             }
         }
+        let loops = crate::image::loops(&host.dir);
+        left.extend(loops.into_iter().filter(|l| !known.iter().any(|id| l.contains(id.as_str()))));
         if left.is_empty() || begun.elapsed() > paced(Duration::from_secs(3)) {
             return left;
         }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use nix::mount::{MsFlags, mount, umount};
 use overfence::kernel::overlay::{self, Spec};
+use overfence::model::backing::Backing;
 use overfence::model::facts::{Fact, Facts, Proof};
 use overfence::model::head::{Digest, Head, HeadAt};
 use overfence::model::ids::{Generation, HostId, LeaseId, SessionId};
@@ -72,7 +73,7 @@ impl Host {
         work: impl FnOnce(&Path) -> T,
     ) -> (SessionId, SessionDirs, T) {
         let id = SessionId::fresh();
-        let dirs = remove::create(&self.sessions, id).unwrap();
+        let dirs = remove::create(&self.sessions, id, Backing::Directory).unwrap();
         let spec = Spec {
             lowers: layers.iter().map(|l| self.store.ensure_tree(*l).unwrap()).collect(),
             upper: dirs.upper.clone(),
@@ -453,7 +454,7 @@ fn a_mount_below_stops_removal_before_it_begins(place: &Place) {
     let trash = place.dir.join("trash");
     fs::create_dir(&sessions).unwrap();
     let id = SessionId::fresh();
-    let dirs = remove::create(&sessions, id).unwrap();
+    let dirs = remove::create(&sessions, id, Backing::Directory).unwrap();
     fs::write(dirs.upper.join("file"), "x").unwrap();
     fs::create_dir(dirs.upper.join("mnt")).unwrap();
     let bind = |at: &Path| {

@@ -51,10 +51,10 @@ pub struct Try {
     pub last: bool,
 }
 
-/// Whether an effect syncs the whole file system of the uppers, which takes as long as everything
-/// on it: one at a time, and never on a path that freezes, renews or answers.
+/// Whether an effect syncs the whole file system that an upper lies in, which takes as long as
+/// everything on it: one at a time, and never on a path that freezes, renews or answers.
 pub fn syncs(effect: &Effect) -> bool {
-    matches!(effect, Effect::ReadOnly | Effect::ProveGone | Effect::Seal)
+    matches!(effect, Effect::ReadOnly | Effect::ProveGone | Effect::Seal | Effect::FreezeUpper)
 }
 
 /// Whether no event from it says that it is worth another try. One of a seal says that nobody wants
@@ -97,6 +97,8 @@ impl Host {
             Effect::ReadWrite => self.read_write(slot),
             Effect::Seal => self.seal(slot, s, tried),
             Effect::Unseal => self.unseal(slot),
+            Effect::FreezeUpper => self.freeze_upper(slot),
+            Effect::ThawUpper => self.thaw_upper(slot),
             Effect::Kill => self.kill(slot, s),
             Effect::Revoke { reason } => self.revoke(s, reason),
             Effect::Capture { key } => self.capture(slot, s, *key),
@@ -323,6 +325,10 @@ impl Host {
         let own = s.own_layer.is_some();
         // A capture takes long where there is much; a session that is lost meanwhile needs none.
         let stop = || self.stopping() || slot.lock().session.state != s.state;
+        if let Some(why) = self.damage(slot)? {
+            slot.lock().capture_code = Some(Code::UpperRefused);
+            return Ok(vec![Event::CaptureRefused { key, why }]);
+        }
         let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
         slot.lock().capture_code = captured.as_ref().err().map(crate::upper::Error::code);
         if matches!(captured, Err(crate::upper::Error::Stopped)) {
@@ -426,6 +432,9 @@ impl Host {
             Unmount::Busy if !tried.last => return Ok(vec![]),
             Unmount::Busy => return Err(self.who_uses_it(slot)),
         }
+        if let Some(image) = &slot.dirs.image {
+            return self.prove_image_gone(slot, image, tried.last);
+        }
         if !slot.dirs.upper.exists() {
             let s = slot.session();
             if s.disposition != Some(Disposition::NeverOpened) && !s.facts.has(Fact::Gone) {
@@ -452,7 +461,7 @@ impl Host {
 
     /// What a session without processes and mount needs no longer: deadline, cgroup, run-time
     /// directory. Done twice it is the same.
-    fn vacate(&self, slot: &Slot) -> Result<(), String> {
+    pub(super) fn vacate(&self, slot: &Slot) -> Result<(), String> {
         self.deadlines.remove(slot.id);
         self.table().remove(slot.id).map_err(text)?;
         self.events.remove(slot.id);
@@ -481,6 +490,7 @@ impl Host {
         let Some(gone) = ProvedGone::from_facts(s.id, &s.facts) else {
             return Err("the superblock is not proved gone".to_owned());
         };
+        self.put_image_away(slot)?;
         let removed =
             remove::remove(&self.paths.sessions, &gone, &self.paths.trash).map_err(text)?;
         self.vacate(slot)?;

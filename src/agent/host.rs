@@ -33,6 +33,9 @@ use crate::store::Store;
 use crate::upper::remove::SessionDirs;
 use crate::upper::store::LayerStore;
 
+/// Images that are synced at the same time.
+const IMAGES: usize = 8;
+
 /// What the API is told of the sockets inside sessions.
 #[derive(Debug)]
 pub enum SessionSocket {
@@ -87,8 +90,13 @@ pub struct Host {
     sessions: RwLock<BTreeMap<SessionId, Arc<Slot>>>,
     census: Mutex<Census>,
     table: Mutex<Table>,
-    /// One turn for operations that sync the whole file system of the uppers; see `effects`.
+    /// One turn for operations that sync the file system of all uppers in directories; see `effects`.
     pub(super) sync: Arc<Semaphore>,
+    /// Turns for those that sync one image alone: each has its own session's worker to itself, and
+    /// this only bounds the threads that wait.
+    pub(super) image_sync: Arc<Semaphore>,
+    /// Opens that were admitted and have no slot yet.
+    pub(super) opening: Mutex<usize>,
     /// Turns for reading whole uppers for somebody who only looks.
     pub(super) diffs: Arc<Semaphore>,
     /// Held while a slice is looked at and taken.
@@ -163,6 +171,8 @@ impl Host {
             census: Mutex::default(),
             table: Mutex::new(table),
             sync: Arc::new(Semaphore::new(1)),
+            image_sync: Arc::new(Semaphore::new(IMAGES)),
+            opening: Mutex::default(),
             diffs: Arc::new(Semaphore::new(2)),
             slices: Mutex::new(()),
             stopping: AtomicBool::new(false),
@@ -344,6 +354,18 @@ impl GoneProver {
     /// Watches a mounted overlay.
     pub fn watch(&self, root: &std::os::fd::OwnedFd, id: SessionId) -> crate::kernel::Result<()> {
         self.watch.watch(root, id)
+    }
+
+    /// Whether a watched overlay is not seen to die in this time. One that is not watched is not
+    /// known to live.
+    pub fn is_alive(&self, id: SessionId, patience: Duration) -> crate::kernel::Result<bool> {
+        let watched = self.watch.is_watched(id);
+        Ok(watched && self.watch.wait_gone(id, patience)? == Gone::StillAlive)
+    }
+
+    /// Looks for a session's end no more.
+    pub fn forget(&self, id: SessionId) {
+        self.watch.forget(id);
     }
 
     /// By the watch if there was one while it was mounted, else by a probe mount of the upper.

@@ -344,6 +344,8 @@ pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) {
         let s = &inner.session;
         let stopped = matches!(s.state, State::Fenced | State::Preserved)
             && s.facts.has(Fact::ReadOnly)
+            // Then an image is mounted for those alone who read it.
+            && !(slot.dirs.image.is_some() && s.facts.has(Fact::Gone))
             && inner.sealing.is_none()
             && s.seal == s.facts.has(Fact::Sealed);
         if !stopped {

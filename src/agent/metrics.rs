@@ -53,12 +53,13 @@ struct ByState {
 }
 
 /// What can be said of each fact of a fence.
-const RESULTS: [(Fact, &str); 7] = [
+const RESULTS: [(Fact, &str); 8] = [
     (Fact::Frozen, "proved"),
     (Fact::Frozen, "late"),
     (Fact::ReadOnly, "proved"),
     (Fact::ReadOnly, "busy"),
     (Fact::Sealed, "proved"),
+    (Fact::UpperFrozen, "proved"),
     (Fact::Killed, "proved"),
     (Fact::Gone, "proved"),
 ];
@@ -265,6 +266,7 @@ impl Metrics {
             Event::ReadOnly { .. } if fenced => fact(Fact::ReadOnly, "proved"),
             Event::Busy { .. } if fenced => fact(Fact::ReadOnly, "busy"),
             Event::Sealed { .. } if fenced => fact(Fact::Sealed, "proved"),
+            Event::UpperFrozen { .. } if fenced => fact(Fact::UpperFrozen, "proved"),
             Event::Killed { .. } => fact(Fact::Killed, "proved"),
             Event::Gone { .. } => fact(Fact::Gone, "proved"),
             Event::ForeignThaw { .. } => {

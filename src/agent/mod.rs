@@ -18,6 +18,7 @@
 //! It may use authority, store, upper, kernel, model, and the types by which the workload room is
 //! told where to place a command.
 
+mod admission;
 mod agenda;
 mod breaker;
 mod census;
@@ -27,6 +28,7 @@ mod external;
 pub mod failure;
 pub mod handle;
 mod host;
+mod image;
 mod keep;
 mod metrics;
 #[cfg(test)]

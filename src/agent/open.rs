@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use sha2::Digest as _;
 
-use super::effects::text;
+use super::effects::{capture_upper, text};
 use super::failure::{Caller, Failure};
 use super::host::{Host, SessionSocket};
 use super::slot::{LeaseClock, Slot, draft};
@@ -19,6 +19,7 @@ use crate::kernel::clock;
 use crate::kernel::idmap::IdMap;
 use crate::kernel::overlay::{self, Spec};
 use crate::kernel::walk::Dir;
+use crate::model::backing::Backing;
 use crate::model::code::Code;
 use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::{LeaseId, Owner, SessionId, WorkspaceId};
@@ -26,12 +27,13 @@ use crate::model::journal::Journal;
 use crate::model::lease::{self, HolderKind};
 use crate::model::ledger::Unresolved;
 use crate::model::limits::Limits;
-use crate::model::session::{FenceWish, Loss, Policy, RunAs, Seeded, Session, State};
+use crate::model::session::{FenceWish, Loss, Policy, RunAs, Seeded, Session, State, UpperFreeze};
 use crate::model::slice::Slice;
 use crate::model::step::Event;
 use crate::model::view::OpenSession;
 use crate::model::workspace::{Acquire, Acquired, Predecessor, Refusal};
 use crate::upper::remove;
+use crate::upper::store::LayerStore;
 
 /// How long the record of an opened session may take; its lease runs out if it takes longer.
 const DURABLE: Duration = Duration::from_secs(10);
@@ -72,6 +74,7 @@ pub struct Wish {
     run_as: RunAs,
     limits: Limits,
     external: Option<Slice>,
+    upper: Backing,
     policy: Policy,
     force: bool,
     wait: Duration,
@@ -100,6 +103,7 @@ impl Wish {
             crate::kernel::Error::NoController { .. } => Failure::new(Code::Unsupported, text(e)),
             _ => Failure::new(Code::Internal, text(e)),
         })?;
+        let upper = super::admission::upper(&host.config.open, wish.upper, wish.size)?;
         let mut policy = host.config.policy();
         if let Some(on_busy) = wish.on_busy {
             policy.on_busy = on_busy;
@@ -130,6 +134,7 @@ impl Wish {
             },
             limits,
             external: wish.external,
+            upper,
             policy,
             force: wish.force,
             wait: wish.wait_ms.map_or(host.config.open.predecessor_wait, Duration::from_millis),
@@ -149,6 +154,7 @@ impl Wish {
             run_as: s.run_as,
             limits: s.limits,
             external: s.external.clone(),
+            upper: s.upper,
             policy: s.policy.clone(),
             force: false,
             wait: host.config.open.predecessor_wait,
@@ -186,6 +192,7 @@ impl Host {
     pub fn open(self: &Arc<Self>, by: &Caller, wish: Wish) -> Result<Made, Failure> {
         self.refuse_when_short()?;
         self.not_draining()?;
+        let admitted = self.admit(wish.upper)?;
         let turn = wish.external.as_ref().map(|slice| self.take_slice(slice)).transpose()?;
         let id = SessionId::fresh();
         let token = fresh_token()?;
@@ -198,10 +205,10 @@ impl Host {
             answer => answer?,
         };
         let clock = LeaseClock::granted(sent, wish.ttl, session.ends);
-        let dirs = remove::SessionDirs::of(&self.paths.sessions, id);
+        let dirs = remove::SessionDirs::of(&self.paths.sessions, id, session.upper);
         let slot = Slot::new(session, clock, dirs, true);
         slot.lock().building = true;
-        self.adopt(&slot);
+        admitted.adopt(&slot);
         drop(turn);
         let built = self.note_mark(&slot).and_then(|marked| {
             let built = self
@@ -295,6 +302,7 @@ impl Host {
             run_as: wish.run_as,
             limits: wish.limits,
             external: wish.external.clone(),
+            upper: wish.upper,
             ttl: wish.ttl,
             ends: acquired.lease.ends.ns,
             base: acquired.at.clone(),
@@ -311,6 +319,7 @@ impl Host {
             holders: vec![],
             busy_since: None,
             seal: false,
+            upper_freeze: UpperFreeze::Off,
             blockers: vec![],
             altered: None,
             unknown: BTreeMap::new(),
@@ -422,8 +431,11 @@ impl Host {
         };
         let lowers = self.lowers(at)?;
         let s = slot.session();
-        let dirs = remove::create(&self.paths.sessions, s.id)
+        let dirs = remove::create(&self.paths.sessions, s.id, s.upper)
             .map_err(|e| Failure::new(e.code(), text(e)))?;
+        if let (Some(image), Some(size)) = (&dirs.image, s.upper.size()) {
+            self.make_image(image, size.0)?;
+        }
         super::show::prepare(&self.paths, s.id).map_err(io("make the run-time directory"))?;
         {
             let mut inner = slot.lock();
@@ -433,6 +445,11 @@ impl Host {
         }
         match seed {
             None => self.give_root(&dirs.upper, &lowers, s.run_as)?,
+            Some(seed) if dirs.image.is_some() => {
+                crate::failpoint::hit("seed.copy.before");
+                self.copy_seed(&seed.upper, &dirs.upper)?;
+                crate::failpoint::hit("seed.copy.after");
+            }
             Some(seed) => {
                 crate::failpoint::hit("seed.move.before");
                 // It takes the place of an empty directory, or fails.
@@ -457,6 +474,18 @@ impl Host {
         let inner = slot.lock();
         self.show_locked(&inner).map_err(io("write session.json"))?;
         self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))
+    }
+
+    /// Puts a seed into an image, another file system, where no rename leads: by way of a layer, as
+    /// everything else that leaves an upper.
+    fn copy_seed(&self, from: &Path, to: &Path) -> Result<(), Failure> {
+        let failed = |e: crate::upper::Error| Failure::new(e.code(), text(e));
+        let stop = || self.stopping();
+        let layers = LayerStore::open(&from.with_file_name("copied")).map_err(failed)?;
+        let taken = capture_upper(&layers, from, true, &stop).map_err(failed)?;
+        let Some(taken) = taken else { return Ok(()) };
+        let to = Dir::open(to).map_err(|e| Failure::new(Code::Internal, text(e)))?;
+        layers.unpack_into(taken.diff_id, to.as_fd(), &stop).map_err(failed)
     }
 
     /// Starts watching a session's overlay and cgroup.

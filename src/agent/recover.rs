@@ -172,11 +172,15 @@ impl Host {
             && s.holds_lease()
             && deadline.is_some_and(|at| at > clock::now())
             && self.authority_agrees(&s);
-        let dirs = SessionDirs::of(&self.paths.sessions, s.id);
+        let dirs = SessionDirs::of(&self.paths.sessions, s.id, s.upper);
         let clock = LeaseClock::from_deadline(deadline.unwrap_or(BootNs(0)), s.ttl, s.ends);
         let slot = Slot::new(s, clock, dirs, true);
         if same_boot {
             self.reopen(&slot);
+        }
+        // An export or a count may have been cut off.
+        if slot.session().facts.has(Fact::Gone) {
+            self.unmount_left_image(&slot);
         }
         self.adopt(&slot);
         // What somebody else undid while no agent looked is noticed before anything is decided.

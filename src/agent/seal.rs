@@ -85,7 +85,10 @@ pub(super) fn check(host: &Arc<Host>, slot: &Arc<Slot>) {
             Ok(_) | Err(_) => None,
         }
     };
-    let expected = slot.lock().session.facts.has(Fact::Sealed);
+    let facts = slot.session().facts;
+    // An image that nothing mounts any more is looked at by nobody.
+    let away = slot.dirs.image.is_some() && facts.has(Fact::Gone);
+    let expected = facts.has(Fact::Sealed) && !away;
     if expected
         && missing().is_some()
         && let Some(seen) = missing()

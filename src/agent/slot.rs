@@ -16,6 +16,7 @@ use tokio::sync::watch;
 
 use super::effects::text;
 use super::host::Host;
+use super::image::Readers;
 use super::keep::Kept;
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome, Stamp};
@@ -46,6 +47,8 @@ pub struct Slot {
     pub workspace: WorkspaceId,
     /// Its directories.
     pub dirs: SessionDirs,
+    /// Who reads its image while nothing else keeps that mounted.
+    pub(super) readers: Mutex<Readers>,
     inner: Mutex<Inner>,
     changed: watch::Sender<u64>,
 }
@@ -210,6 +213,7 @@ impl Slot {
             id: session.id,
             workspace: session.workspace.clone(),
             dirs,
+            readers: Mutex::default(),
             inner: Mutex::new(Inner {
                 stored: stored.then(|| session.clone()),
                 session,

@@ -178,6 +178,7 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
         }
     }
     let n = |state| states.get(&state).copied().unwrap_or(0);
+    host.sweep_loops();
     let mut shown = host.shown();
     // What was closed is forgotten at once, so that no sweep meets it.
     let deleted = std::mem::take(&mut shown.closed);

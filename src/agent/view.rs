@@ -32,6 +32,7 @@ impl Host {
             holder: s.holder,
             ttl_ms: ms(s.ttl),
             limits: s.limits,
+            image: s.upper.size(),
             external: s.external.clone(),
             remaining_ms: s.holds_lease().then(|| remaining(&inner)),
             may_publish: s.holds_lease() && s.state != State::Opening && s.doubt.is_none(),
@@ -64,12 +65,17 @@ impl Host {
         if let Some(size) = slot.lock().size {
             return size;
         }
-        let size = crate::upper::size::size(&slot.dirs.upper).unwrap_or_else(|fault| {
-            tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the upper could not be counted: {}", text(fault));
-            (0, 0)
-        });
-        slot.lock().size = Some(size);
-        size
+        let counted = self.with_upper(slot, |upper| crate::upper::size::size(upper).map_err(text));
+        match counted.and_then(|counted| counted) {
+            Ok(size) => {
+                slot.lock().size = Some(size);
+                size
+            }
+            Err(fault) => {
+                tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "the upper could not be counted: {fault}");
+                (0, 0)
+            }
+        }
     }
 
     /// A lease.
@@ -181,7 +187,10 @@ pub fn missing(s: &Session) -> Option<Fact> {
         State::Fencing | State::Fenced | State::Preserved => {
             let wanted = Fact::ALL.into_iter().filter(|f| *f <= s.fence.to);
             // A seal is for who asked for it, no step on the way to a kill.
-            let needed = wanted.filter(|f| *f != Fact::Sealed || s.fence.to == Fact::Sealed);
+            let needed = wanted
+                .filter(|f| *f != Fact::Sealed || s.fence.to == Fact::Sealed)
+                // It takes read-only's place where that is refused, and is missed by nobody.
+                .filter(|f| *f != Fact::UpperFrozen);
             // Who was killed cannot run: stronger than frozen. After it is gone nothing is missing.
             let (killed, gone) = (s.facts.has(Fact::Killed), s.facts.has(Fact::Gone));
             let there = |f: Fact| s.facts.has(f) || gone || (killed && f == Fact::Frozen);

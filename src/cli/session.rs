@@ -11,6 +11,7 @@ use super::{fence, parse, run, table};
 use crate::agent::failure::Failure;
 use crate::api::client::{Client, path};
 use crate::api::failure_of;
+use crate::model::backing::UpperKind;
 use crate::model::code::Code;
 use crate::model::head::HeadAt;
 use crate::model::lease::HolderKind;
@@ -94,6 +95,12 @@ pub(super) struct Terms {
     /// Most CPU time, in CPUs, for instance 2 or 0.5; needs the controller cpu.
     #[arg(long, value_name = "CPUS")]
     cpu: Option<Cpus>,
+    /// What its upper lies in: a directory, or a file system of its own with a size.
+    #[arg(long, value_name = "WHAT")]
+    upper: Option<Upper>,
+    /// What an image holds at most, for instance 2G.
+    #[arg(long, value_name = "SIZE")]
+    size: Option<Size>,
     /// Revoke a live predecessor, and do not wait for its freeze.
     #[arg(long)]
     force: bool,
@@ -112,6 +119,15 @@ pub enum Holder {
     Process,
     /// Whoever calls `lease beat`.
     Beat,
+}
+
+/// What an upper lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Upper {
+    /// A directory in the state directory.
+    Directory,
+    /// A sparse file with an ext4 file system.
+    Image,
 }
 
 /// Which network.
@@ -231,6 +247,11 @@ pub(super) fn wish(
         gid: terms.user.map(|user| user.gid),
         host_network: terms.network == Some(Network::Host),
         limits: Limits { memory: terms.memory, pids: terms.pids, cpu: terms.cpu },
+        upper: terms.upper.map(|upper| match upper {
+            Upper::Directory => UpperKind::Directory,
+            Upper::Image => UpperKind::Image,
+        }),
+        size: terms.size,
         external,
         force: terms.force,
         wait_ms: None,
@@ -435,6 +456,13 @@ fn list(all: &[SessionView]) -> String {
     )
 }
 
+fn upper(session: &SessionView) -> String {
+    match session.image {
+        Some(size) => format!("{} (in an image of {size})", session.upper.0),
+        None => session.upper.0.clone(),
+    }
+}
+
 /// A session as it stands.
 pub(super) fn one(session: &SessionView) -> String {
     let mut text = table::facts([
@@ -457,7 +485,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("expects", Some(format!("version {}", session.expected.version))),
         ("unknown", Some(table::joined(&session.unknown))),
         ("merged", Some(session.merged.0.clone())),
-        ("upper", Some(session.upper.0.clone())),
+        ("upper", Some(upper(session))),
         ("cgroup", Some(format!("{} ({} processes)", session.cgroup.0, session.processes))),
         ("altered", session.altered.clone()),
         ("trouble", session.trouble.clone()),

@@ -73,6 +73,20 @@ const KEYS: &[(&str, &str, &str)] = &[
         "How long `session open` waits for the former writer on this host to be frozen; a span.",
         "",
     ),
+    (
+        "open.upper",
+        "What uppers lie in: \"directory\", a directory in state_dir, or \"image\", a file system of \
+         its own in a sparse file there, which has a size.",
+        "",
+    ),
+    ("open.size", "What an image holds at most, for instance 2G; 16M to 16T.", ""),
+    (
+        "open.min_free",
+        "What stays free of state_dir's file system when a session is opened: a size, a part of it \
+         in %, or 0. An image must fit above it.",
+        "",
+    ),
+    ("open.max_sessions", "Most sessions that are mounted at the same time. Default: none.", "200"),
     ("workload.uid", "User that commands run as; a number, not 0.", ""),
     ("workload.gid", "Its group; a number, not 0.", ""),
     (
@@ -219,6 +233,7 @@ mod tests {
         let mut config = Config::default();
         config.api.metrics_listen = "127.0.0.1:1".parse().ok();
         config.cgroup = Some("c".into());
+        config.open.max_sessions = Some(1);
         config.limits = toml::from_str("memory = '1G'\npids = 1\ncpu = '1'").unwrap();
         let table = Table::try_from(&config).unwrap();
         let mut leaves = std::collections::BTreeSet::new();
@@ -234,8 +249,14 @@ mod tests {
         assert_eq!(leaves, listed);
     }
 
-    const NO_DEFAULT: [&str; 5] =
-        ["#metrics_listen = ", "#cgroup = ", "#memory = ", "#pids = ", "#cpu = "];
+    const NO_DEFAULT: [&str; 6] = [
+        "#metrics_listen = ",
+        "#cgroup = ",
+        "#max_sessions = ",
+        "#memory = ",
+        "#pids = ",
+        "#cpu = ",
+    ];
 
     #[test]
     fn the_default_text_is_the_default_both_ways() {

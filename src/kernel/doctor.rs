@@ -11,10 +11,11 @@ use serde::Serialize;
 use super::cgroup::{self, Cgroup, Outcome};
 use super::gone::{self, Gone, Probe, UnmountWatch};
 use super::idmap::{self, IdMap};
+use super::image::{self, Image};
 use super::limits;
 use super::overlay::{self, ReadOnly, Spec, Style};
 use super::walk::Dir;
-use super::{At as _, Error, Result, mountinfo, ns};
+use super::{At as _, Error, Result, clock, mountinfo, ns};
 use crate::model::ids::SessionId;
 
 /// What the kernel answered for one feature.
@@ -135,6 +136,7 @@ impl Report {
         probe("superblock-death", true, None, &death);
         probe("index-probe", true, None, &index_probe);
         probe("idmapped-layers", true, Some(MAP), &mapped);
+        probe("image-uppers", false, None, &in_an_image);
         if let Err(e) = scratch.remove() {
             self.fact("clean-up", true, told(Err(e)));
         }
@@ -327,6 +329,25 @@ fn mapped(spec: Spec) -> Result<String> {
     }
     let reason = format!("root on disk is shown as {shown}");
     Err(Error::WrongMount { path: spec.target, reason })
+}
+
+/// Made, mounted, stopped, set going, and let go of.
+fn in_an_image(spec: Spec) -> Result<String> {
+    let place = spec.upper.parent().unwrap_or(&spec.upper);
+    let image = Image { disk: spec.target.clone(), ..Image::below(place) };
+    image::make(&image, image::LEAST)?;
+    let frozen = image::freeze(&image)?;
+    image::thaw(&image)?;
+    overlay::unmount(&image.disk)?;
+    let until = clock::now().plus(Duration::from_secs(2));
+    while let Some(device) = image::used_by(&image)? {
+        if clock::now() >= until {
+            let reason = format!("/dev/{device} keeps it after its mount ended");
+            return Err(Error::WrongMount { path: image.file, reason });
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(format!("{}; FIFREEZE: {}", image::tool()?, frozen.proof.answer))
 }
 
 fn bpf_lsm() -> Seen {

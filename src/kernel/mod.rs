@@ -13,6 +13,7 @@
 //! <run>/deadlines                       `deadlines::Table`: the agent writes, the keeper reads
 //! <run>/cell                            `ns::make_cell`: a pinned mount namespace (nsfs bind)
 //! <session>/seal                        `seal`: what carried the flag before we set ours
+//! <session>/image, <session>/disk       `image`: a file system of the session's own, and its mount
 //! <probe directory>/.overfence-probe-*  `overlay::preflight`, `gone::index_probe`, `doctor`:
 //!                                       removed again before they return
 //! ```
@@ -34,6 +35,7 @@ pub mod gone;
 pub mod handle;
 pub mod holders;
 pub mod idmap;
+pub mod image;
 pub mod launch;
 pub mod limits;
 pub mod members;
@@ -86,6 +88,14 @@ pub enum Error {
         /// `memory`, `pids` or `cpu`.
         controller: &'static str,
         /// Where it is missing, and how to have it.
+        reason: String,
+    },
+    /// No file system could be made in an image.
+    #[error("cannot make a file system in {}: {reason}", path.display())]
+    Mkfs {
+        /// The image.
+        path: PathBuf,
+        /// What mkfs.ext4 said, or what is missing.
         reason: String,
     },
     /// The running kernel lacks something.

@@ -32,13 +32,14 @@ pub fn unshare_mounts_private() -> Result<()> {
     rustix::mount::mount_change("/", flags).at("make private", "/")
 }
 
-/// Detaches every session's overlay, whichever agent's, in the mount namespace the caller is in,
+/// Detaches every session's overlay and image, whichever agent's, in the mount namespace the caller is in,
 /// which has to be a private copy: a copy that keeps one keeps its superblock alive, and its agent
 /// could not prove it gone.
 pub fn drop_sessions() -> Result<()> {
     for mount in mountinfo::read(None)? {
         let ours = mount.superblock.source.as_bytes().starts_with(super::overlay::LABEL.as_bytes());
-        if ours && mount.superblock.is("overlay") {
+        let overlay = ours && mount.superblock.is("overlay");
+        if overlay || super::image::is_disk(&mount) {
             let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
             rustix::mount::unmount(&mount.point, flags).at("drop from the copy", mount.point)?;
         }

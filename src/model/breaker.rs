@@ -67,6 +67,8 @@ pub fn stops(effect: &Effect, state: State) -> bool {
         | Effect::ReadOnly
         | Effect::ReadWrite
         | Effect::Seal
+        | Effect::FreezeUpper
+        | Effect::ThawUpper
         | Effect::Unseal
         | Effect::Revoke { .. }
         | Effect::Capture { .. }

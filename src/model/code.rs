@@ -83,6 +83,7 @@ codes! {
     UpperRefused "upper_refused" 422 1 "The directory cannot serve as an upper or lower, or what is in it has no faithful form in a layer.";
     DestinationExists "destination_exists" 409 4 "Something of this name is there already; nothing was overwritten.";
     NoSpace "no_space" 507 1 "The file system of the state directory is full; nothing new is begun until there is room.";
+    AboveWatermark "above_watermark" 503 1 "The host is above a watermark of `[open]`, min_free or max_sessions: no session is opened until there is room.";
     MountFailed "mount_failed" 500 1 "The overlay could not be mounted.";
     BundleInvalid "bundle_invalid" 422 1 "The bundle does not verify.";
     Internal "internal" 500 1 "An unexpected failure; the message says where.";

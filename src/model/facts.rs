@@ -18,6 +18,9 @@ pub enum Fact {
     /// FS_IMMUTABLE is set on the files and directories of the upper and was read back. What that
     /// stops differs by file system and stands in the proof.
     Sealed,
+    /// FIFREEZE holds on the file system of the image that the upper lies in. Writers inside and
+    /// outside wait until it is lifted.
+    UpperFrozen,
     /// `cgroup.events` says populated 0 after `cgroup.kill`.
     Killed,
     /// The overlay's superblock died.
@@ -26,8 +29,13 @@ pub enum Fact {
 
 impl Fact {
     /// All facts this build can prove, weakest first.
-    pub const ALL: [Self; 5] =
-        [Self::Frozen, Self::ReadOnly, Self::Sealed, Self::Killed, Self::Gone];
+    pub const ALL: [Self; 6] =
+        [Self::Frozen, Self::ReadOnly, Self::Sealed, Self::UpperFrozen, Self::Killed, Self::Gone];
+
+    /// Whether a fence can be asked to go for it. `upper-frozen` comes by itself, where it can.
+    pub const fn is_aim(self) -> bool {
+        !matches!(self, Self::UpperFrozen | Self::Gone)
+    }
 
     /// The name used in output and metrics.
     pub const fn name(self) -> &'static str {
@@ -35,17 +43,21 @@ impl Fact {
             Self::Frozen => "frozen",
             Self::ReadOnly => "read-only",
             Self::Sealed => "sealed",
+            Self::UpperFrozen => "upper-frozen",
             Self::Killed => "killed",
             Self::Gone => "gone",
         }
     }
 
-    /// Whether who has this fact has `wanted` as well. A seal stands beside the others: it does not
-    /// say that the overlay is read-only, and a kill does not say that the upper is sealed.
+    /// Whether who has this fact has `wanted` as well. A seal and a stopped upper stand beside the
+    /// others: they do not say that the overlay is read-only, and a kill does not say that the upper
+    /// is sealed.
     pub const fn covers(self, wanted: Self) -> bool {
         match (self, wanted) {
-            (Self::Gone, _) | (Self::Sealed, Self::Sealed | Self::Frozen) => true,
-            (Self::Sealed, _) | (_, Self::Sealed) => false,
+            (Self::Gone, _)
+            | (Self::Sealed, Self::Sealed | Self::Frozen)
+            | (Self::UpperFrozen, Self::UpperFrozen | Self::Frozen) => true,
+            (Self::Sealed | Self::UpperFrozen, _) | (_, Self::Sealed | Self::UpperFrozen) => false,
             (_, _) => self as u8 >= wanted as u8,
         }
     }

@@ -4,6 +4,7 @@
 //! Two of its functions carry the product: [`workspace::Workspace::publish`], the predicate under
 //! which a head advances, and [`step::step`], the life of a session.
 
+pub mod backing;
 pub mod breaker;
 pub mod code;
 pub mod facts;

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 pub use policy::{AfterDoubt, FenceWish, OnBusy, OnSlowFreeze, Policy};
 
+use super::backing::Backing;
 use super::code::Code;
 use super::facts::{Blocker, Fact, Facts, Holder};
 use super::head::{Digest, HeadAt};
@@ -241,6 +242,19 @@ impl RunAs {
     pub const NOBODYS: u32 = u32::MAX;
 }
 
+/// Whether the file system of an image is stopped by us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum UpperFreeze {
+    /// It goes.
+    #[default]
+    Off,
+    /// It is to stand, from the intent on.
+    On,
+    /// It is to go again, until that is confirmed.
+    Lifting,
+}
+
 /// Whose bytes a session began with, and who stands for that (I5).
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Seeded {
@@ -287,6 +301,9 @@ pub struct Session {
     /// processes. `None`: a sealed cgroup of the agent's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub external: Option<Slice>,
+    /// What its upper lies in; records of before there were images say nothing.
+    #[serde(default)]
+    pub upper: Backing,
     /// Time to live of a grant.
     #[serde(rename = "ttl_ms", with = "millis")]
     pub ttl: Duration,
@@ -323,6 +340,10 @@ pub struct Session {
     /// confirmed. Nothing is thawed meanwhile.
     #[serde(default)]
     pub seal: bool,
+    /// Whether the upper's file system is, or may be, stopped by us. Nothing that would wait for it
+    /// is done meanwhile.
+    #[serde(default)]
+    pub upper_freeze: UpperFreeze,
     /// Who did not freeze in time.
     pub blockers: Vec<Blocker>,
     /// What somebody changed in the upper, past the overlay, since the session was proved read-only.

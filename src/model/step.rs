@@ -18,7 +18,8 @@ use super::facts::{Blocker, Fact, Holder, Proof, Stray};
 use super::head::{Digest, HeadAt};
 use super::ids::{BootId, Generation, LeaseId, PublicationKey};
 use super::session::{
-    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Session, Stage, State, Work,
+    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Session, Stage, State,
+    UpperFreeze, Work,
 };
 use super::time::BootNs;
 use super::workspace::Refusal;
@@ -156,6 +157,21 @@ pub enum Event {
         /// The kernel's answer.
         proof: Proof,
     },
+    /// The image's file system stands.
+    UpperFrozen {
+        /// The kernel's answer.
+        proof: Proof,
+    },
+    /// Somebody had set it going.
+    UpperFreezeLost {
+        /// What was answered.
+        seen: String,
+    },
+    /// The image's file system goes again, on our wish.
+    UpperThawed {
+        /// The kernel's answer.
+        proof: Proof,
+    },
     /// The overlay is writable again, on our wish.
     Writable {
         /// The kernel's answer.
@@ -208,6 +224,13 @@ pub enum Event {
         key: PublicationKey,
         /// Its diff id; `None` when the upper is empty.
         layer: Option<Digest>,
+    },
+    /// What the upper shows is not to be published, now or later.
+    CaptureRefused {
+        /// For which publication it was to be taken.
+        key: PublicationKey,
+        /// Why.
+        why: String,
     },
     /// The authority answered, or did not.
     Published {
@@ -297,6 +320,12 @@ const FENCE: Effect = Effect::Freeze { purpose: Purpose::Fence };
 
 /// One step. The session is changed in place; the caller keeps the old one if it needs it.
 pub fn step(s: &mut Session, event: &Event) -> Step {
+    let mut step = taken(s, event);
+    image::lift_first(s, &mut step);
+    step
+}
+
+fn taken(s: &mut Session, event: &Event) -> Step {
     match event {
         Event::Opened => on_opened(s),
         Event::OpenFailed { why } => on_open_failed(s, why),
@@ -323,6 +352,9 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         Event::Sealed { proof } => on_sealed(s, proof),
         Event::SealLost { .. } => on_seal_lost(s),
         Event::Unsealed { .. } => on_unsealed(s),
+        Event::UpperFrozen { proof } => on_upper_frozen(s, proof),
+        Event::UpperFreezeLost { .. } => on_upper_freeze_lost(s),
+        Event::UpperThawed { proof } => on_upper_thawed(s, proof),
         Event::Writable { .. } => on_writable(s),
         Event::Thawed { .. } => on_thawed(s),
         Event::Killed { proof } => on_killed(s, proof),
@@ -332,6 +364,7 @@ pub fn step(s: &mut Session, event: &Event) -> Step {
         Event::CheckpointAsked { key } => on_checkpoint_asked(s, *key),
         Event::CloseAsked { mode, key } => on_close_asked(s, *mode, *key),
         Event::Captured { key, layer } => on_captured(s, *key, *layer),
+        Event::CaptureRefused { key, why } => on_capture_refused(s, *key, why),
         Event::Published { key, outcome } => on_published(s, *key, outcome),
         Event::Released => on_released(s),
         Event::Readmitted { lease, generation, ends, .. } => {
@@ -349,6 +382,7 @@ mod effect;
 mod fence;
 mod foreign;
 mod hold;
+mod image;
 mod lifecycle;
 mod removal;
 mod seal;
@@ -360,9 +394,10 @@ use fence::{
 };
 use foreign::{on_moved_out, on_upper_changed};
 use hold::{
-    on_captured, on_checkpoint_asked, on_close_asked, on_published, on_readmitted, on_released,
-    on_thawed, on_writable,
+    on_capture_refused, on_captured, on_checkpoint_asked, on_close_asked, on_published,
+    on_readmitted, on_released, on_thawed, on_writable,
 };
+use image::{on_upper_freeze_lost, on_upper_frozen, on_upper_thawed};
 use lifecycle::{on_failed, on_held, on_open_failed, on_opened, on_renewal_missed, recover};
 use removal::{on_disposed, on_gone, on_kept, on_killed, on_removed, on_witnessed};
 use seal::{on_seal_lost, on_sealed, on_unsealed, seal};

@@ -41,6 +41,7 @@ fn session(n: u128) -> Session {
         token: crate::model::head::Digest([7; 32]),
         limits: Default::default(),
         external: None,
+        upper: Default::default(),
         run_as: crate::model::session::RunAs {
             uid: 1000,
             gid: 1000,
@@ -63,6 +64,7 @@ fn session(n: u128) -> Session {
         holders: Vec::new(),
         busy_since: None,
         seal: false,
+        upper_freeze: Default::default(),
         blockers: Vec::new(),
         altered: None,
         unknown: BTreeMap::from([(PublicationKey::from_u128(5), Digest([6; 32]))]),

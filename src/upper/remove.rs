@@ -20,8 +20,10 @@ use super::empty::{empty, unlink};
 use super::tree::reopen;
 use super::{At as _, Error, Result, Shown};
 use crate::failpoint;
+use crate::kernel::image::Image;
 use crate::kernel::mountinfo;
 use crate::kernel::walk::Dir;
+use crate::model::backing::Backing;
 use crate::model::facts::{Fact, Facts};
 use crate::model::ids::SessionId;
 
@@ -35,39 +37,45 @@ const MAKING: &str = ".new-";
 pub struct SessionDirs {
     /// `<sessions>/<id>` (0700).
     pub root: PathBuf,
-    /// The overlay's upper (0755).
+    /// The overlay's upper (0755), in an image's file system if there is one.
     pub upper: PathBuf,
     /// The overlay's work directory (0700).
     pub work: PathBuf,
     /// Where the overlay is mounted (0755).
     pub merged: PathBuf,
+    /// The image that upper and work lie in, if they do.
+    pub image: Option<Image>,
 }
 
 impl SessionDirs {
-    /// The paths of a session; touches nothing.
-    pub fn of(sessions: &Path, id: SessionId) -> Self {
-        Self::at(sessions.join(id.to_string()))
+    /// The paths of a session with an upper of this kind; touches nothing.
+    pub fn of(sessions: &Path, id: SessionId, upper: Backing) -> Self {
+        Self::at(sessions.join(id.to_string()), upper)
     }
 
-    fn at(root: PathBuf) -> Self {
+    fn at(root: PathBuf, upper: Backing) -> Self {
+        let image = upper.size().map(|_| Image::below(&root));
+        let inside = image.as_ref().map_or(&root, |image| &image.disk);
         Self {
-            upper: root.join("upper"),
-            work: root.join("work"),
+            upper: inside.join("upper"),
+            work: inside.join("work"),
             merged: root.join("merged"),
+            image,
             root,
         }
     }
 }
 
-/// Makes the directories of a new session, with their marker. The session's record, durable
+/// Makes the directories of a new session, with their marker; of one with an image all but those
+/// that lie in it. The session's record, durable
 /// before this is called, is what explains them after a crash: nothing is fsynced here. [`Error::Exists`] if the id
 /// was ever used: a session's directory is never used again.
-pub fn create(sessions: &Path, id: SessionId) -> Result<SessionDirs> {
-    let dirs = SessionDirs::of(sessions, id);
+pub fn create(sessions: &Path, id: SessionId, upper: Backing) -> Result<SessionDirs> {
+    let dirs = SessionDirs::of(sessions, id, upper);
     if dirs.root.symlink_metadata().is_ok() {
         return Err(Error::Exists { path: Shown::from(&*dirs.root) });
     }
-    let new = SessionDirs::at(sessions.join(format!("{MAKING}{id}")));
+    let new = SessionDirs::at(sessions.join(format!("{MAKING}{id}")), upper);
     failpoint::hit("upper.session.create.before");
     let make = |path: &Path, mode| {
         std::fs::DirBuilder::new().mode(mode).create(path).at("make", path)?;
@@ -76,9 +84,14 @@ pub fn create(sessions: &Path, id: SessionId) -> Result<SessionDirs> {
             .at("set the mode of", path)
     };
     make(&new.root, 0o700)?;
-    for (path, mode) in [(&new.upper, 0o755), (&new.work, 0o700), (&new.merged, 0o755)] {
-        make(path, mode)?;
+    match &new.image {
+        Some(image) => make(&image.disk, 0o700)?,
+        None => {
+            make(&new.upper, 0o755)?;
+            make(&new.work, 0o700)?;
+        }
     }
+    make(&new.merged, 0o755)?;
     let marker = new.root.join(MARKER);
     std::os::unix::fs::symlink(id.to_string(), &marker).at("make", &marker)?;
     let flags = RenameFlags::NOREPLACE;
@@ -97,12 +110,12 @@ pub fn sweep_unfinished(sessions: &Path) -> Result<u64> {
         if !entry.file_name().as_bytes().starts_with(MAKING.as_bytes()) {
             continue;
         }
-        let new = SessionDirs::at(entry.path());
+        let new = SessionDirs::at(entry.path(), Backing::Directory);
         let gone = |outcome: std::io::Result<()>, path: &Path| match outcome {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
             other => other.at("remove", path),
         };
-        for dir in [&new.upper, &new.work, &new.merged] {
+        for dir in [&new.upper, &new.work, &new.merged, &Image::below(&new.root).disk] {
             gone(std::fs::remove_dir(dir), dir)?;
         }
         let marker = new.root.join(MARKER);
@@ -320,12 +333,33 @@ pub(super) mod tests {
     fn a_session_directory_is_made_once() {
         let place = place();
         let id = SessionId::fresh();
-        let dirs = create(&place.sessions, id).unwrap();
-        assert_eq!(dirs, SessionDirs::of(&place.sessions, id));
+        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
+        assert_eq!(dirs, SessionDirs::of(&place.sessions, id, Backing::Directory));
         let mode = |p: &Path| std::os::unix::fs::MetadataExt::mode(&p.metadata().unwrap()) & 0o7777;
         let modes = [&dirs.root, &dirs.upper, &dirs.work, &dirs.merged].map(|p| mode(p));
         assert_eq!(modes, [0o700, 0o755, 0o700, 0o755]);
-        assert!(matches!(create(&place.sessions, id), Err(Error::Exists { .. })));
+        assert!(matches!(
+            create(&place.sessions, id, Backing::Directory),
+            Err(Error::Exists { .. })
+        ));
+    }
+
+    #[test]
+    fn one_with_an_image_has_its_upper_in_it_and_goes_as_any_other() {
+        let place = place();
+        let (id, size) = (SessionId::fresh(), "1G".parse().unwrap());
+        let dirs = create(&place.sessions, id, Backing::Image { size }).unwrap();
+        let image = dirs.image.clone().unwrap();
+        assert!(dirs.upper.starts_with(&image.disk) && dirs.work.starts_with(&image.disk));
+        assert!(image.disk.is_dir() && !dirs.upper.exists());
+        std::fs::write(&image.file, vec![1; 10_000]).unwrap();
+        let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
+        // The image, its mount point, merged, the marker, the top.
+        assert_eq!(removed.entries, 5);
+        assert!(removed.bytes >= 10_000, "{removed:?}");
+        let new = place.sessions.join(format!("{MAKING}{}", SessionId::fresh()));
+        std::fs::create_dir_all(Image::below(&new).disk).unwrap();
+        assert_eq!(sweep_unfinished(&place.sessions).unwrap(), 1);
     }
 
     #[test]
@@ -345,7 +379,7 @@ pub(super) mod tests {
     fn invariant_i6_deletion_stays_inside() {
         let place = place();
         let id = SessionId::fresh();
-        let dirs = create(&place.sessions, id).unwrap();
+        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
         std::os::unix::fs::symlink(&place.outside, dirs.upper.join("dir")).unwrap();
         std::os::unix::fs::symlink(place.outside.join("precious"), dirs.upper.join("f")).unwrap();
         std::os::unix::fs::symlink("../../..", dirs.work.join("up")).unwrap();
@@ -365,7 +399,7 @@ pub(super) mod tests {
     fn nothing_without_its_marker_is_removed() {
         let place = place();
         let (id, other) = (SessionId::fresh(), SessionId::fresh());
-        let dirs = create(&place.sessions, id).unwrap();
+        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
         let markers: [&dyn Fn(&Path); 3] = [
             &|m| std::fs::remove_file(m).unwrap(),
             &|m| std::fs::write(m, format!("{other}\n")).unwrap(),
@@ -391,7 +425,7 @@ pub(super) mod tests {
     fn a_removal_is_done_again_without_harm() {
         let place = place();
         let id = SessionId::fresh();
-        let dirs = create(&place.sessions, id).unwrap();
+        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
         std::fs::create_dir(&place.trash).unwrap();
         std::fs::rename(&dirs.root, place.trash.join(id.to_string())).unwrap();
         assert_eq!(remove(&place.sessions, &gone(id), &place.trash).unwrap().entries, 5);
@@ -402,7 +436,7 @@ pub(super) mod tests {
     fn a_removal_cut_off_anywhere_is_finished_at_start() {
         let place = place();
         let whole = SessionId::fresh();
-        let dirs = create(&place.sessions, whole).unwrap();
+        let dirs = create(&place.sessions, whole, Backing::Directory).unwrap();
         std::fs::write(dirs.upper.join("f"), b"x").unwrap();
         std::fs::create_dir(&place.trash).unwrap();
         std::fs::rename(&dirs.root, place.trash.join(whole.to_string())).unwrap();
@@ -418,7 +452,7 @@ pub(super) mod tests {
     fn ten_thousand_levels_and_a_wide_directory_are_removed() {
         let place = place();
         let id = SessionId::fresh();
-        let dirs = create(&place.sessions, id).unwrap();
+        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
         deepen(&dirs.upper, 10_000, "deep");
         for n in 0..3 * super::super::empty::BATCH {
             std::fs::create_dir_all(dirs.work.join(format!("{n}/full"))).unwrap();

@@ -12,7 +12,7 @@ fi
 
 cache=${OVERFENCE_NSPAWN_CACHE:-/var/cache/overfence-nspawn}
 # podman and what it needs are for the engine with the systemd driver.
-packages=systemd,systemd-sysv,dbus,bubblewrap,podman,runc
+packages=systemd,systemd-sysv,dbus,bubblewrap,e2fsprogs,podman,runc
 # The binary is linked against this host's C library, so the same release or a later one.
 suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-stable}")
 digest=$(printf '%s %s 1' "$suite" "$packages" | sha256sum | cut -c1-16)

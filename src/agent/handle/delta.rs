@@ -62,9 +62,8 @@ impl Agent {
     }
 }
 
-/// The upper, the layers below it, and whether it may be written to meanwhile.
+/// The layers below the upper, and whether it may be written to meanwhile.
 struct Begun {
-    upper: Dir,
     base: Lowers,
     live: bool,
 }
@@ -74,9 +73,9 @@ fn begin(host: &Host, slot: &Slot) -> Result<Begun, Failure> {
     if matches!(s.state, State::Opening | State::Deleting | State::Closed) {
         return Err(super::denied(&s, Code::WrongState));
     }
-    let stopped = [Fact::ReadOnly, Fact::Gone].iter().any(|fact| s.facts.has(*fact));
-    let upper = Dir::open(&slot.dirs.upper).map_err(internal)?;
-    Ok(Begun { upper, base: host.shown_by(&s.base.head).map_err(of_upper)?, live: !stopped })
+    let stopped =
+        [Fact::ReadOnly, Fact::UpperFrozen, Fact::Gone].iter().any(|fact| s.facts.has(*fact));
+    Ok(Begun { base: host.shown_by(&s.base.head).map_err(of_upper)?, live: !stopped })
 }
 
 fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, Failure>>) {
@@ -87,13 +86,15 @@ fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, F
     };
     let mut summary = DiffSummary::default();
     let mut left = false;
-    let outcome = Diff::new(begun.upper.as_fd(), begun.base, begun.live, &stop).and_then(|diff| {
-        for row in diff {
+    let Begun { base, live } = begun;
+    let outcome = host.with_upper(slot, |upper| {
+        let upper = Dir::open(upper)?;
+        for row in Diff::new(upper.as_fd(), base, live, &stop)? {
             let row = row?;
             summary.count(&row);
             if !hand(host, to, Ok(Told::Row(row))) {
                 left = true;
-                return Ok(());
+                break;
             }
         }
         Ok(())
@@ -106,8 +107,9 @@ fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, F
         host,
         to,
         match outcome {
-            Ok(()) => Ok(Told::End(summary)),
-            Err(fault) => Err(of_upper(fault)),
+            Ok(Ok(())) => Ok(Told::End(summary)),
+            Ok(Err(fault)) => Err(of_upper(fault)),
+            Err(why) => Err(Failure::new(Code::MountFailed, why)),
         },
     );
 }

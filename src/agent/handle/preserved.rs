@@ -210,7 +210,10 @@ fn export(
     };
     let made = LayerStore::open(&scratch).map_err(of_upper).and_then(|layers| {
         let base = host.shown_by(&s.base.head).ok();
-        let captured = capture_delta(&layers, &slot.dirs.upper, base, &stop).map_err(of_upper)?;
+        let captured = host
+            .with_upper(slot, |upper| capture_delta(&layers, upper, base, &stop))
+            .map_err(|why| Failure::new(Code::MountFailed, why))?
+            .map_err(of_upper)?;
         let Some(captured) = captured else {
             let text = format!(
                 "session {} changed nothing: there is nothing to export; `preserved discard` \
@@ -224,9 +227,7 @@ fn export(
         if now.generation != s.generation || now.state != s.state {
             return Err(denied(&now, Code::Busy));
         }
-        // From `frozen` alone a system call or a mapping outside may still change it.
-        let proved = |s: &Session| s.facts.has(Fact::ReadOnly) || s.facts.has(Fact::Gone);
-        let stable = proved(&s) && proved(&now);
+        let stable = is_stable(&s, &now);
         bundle_of(host, &s, &layers, &captured, stable, to, &stop)
     });
     remove::remove_scratch(&scratch).map_err(of_upper)?;
@@ -239,6 +240,16 @@ fn export(
     let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
     host.store.record(&journal, Durability::Full).map_err(internal)?;
     Ok(made)
+}
+
+/// Whether nothing can have changed the upper from `before` to `now`. From `frozen` alone a system
+/// call or a mapping outside may have; and what was lifted and proved again did not hold all the
+/// time.
+fn is_stable(before: &Session, now: &Session) -> bool {
+    [Fact::ReadOnly, Fact::UpperFrozen, Fact::Gone].iter().any(|fact| {
+        let (old, new) = (before.facts.0.get(fact), now.facts.0.get(fact));
+        old.is_some() && old == new
+    })
 }
 
 /// Writes the bundle and reads it back.
@@ -320,6 +331,7 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     }
     layers(host, dry_run, &mut items)?;
     orphans(host, &mut items)?;
+    loops(host, dry_run, &mut items)?;
     let (bytes, entries) = crate::upper::size::size(&host.paths.trash).map_err(internal)?;
     if entries > 0 && host.tripped().is_some() {
         let why = "the breaker is open; `overfence breaker show` says why".to_owned();
@@ -431,6 +443,19 @@ fn orphans(host: &Host, items: &mut Vec<GcItem>) -> Result<(), Failure> {
                 items.push(item(kind, &name, "keep", why, bytes));
             }
         }
+    }
+    Ok(())
+}
+
+/// Loop devices that no session explains; the sweeps have them let go, too.
+fn loops(host: &Host, dry_run: bool, items: &mut Vec<GcItem>) -> Result<(), Failure> {
+    let verdict = if dry_run { "remove" } else { "removed" };
+    for (bound, _) in host.stray_loops().map_err(internal)? {
+        let why = format!("bound to {}, which no session explains", bound.file.display());
+        items.push(item("loop", &bound.name, verdict, why, 0));
+    }
+    if !dry_run {
+        host.sweep_loops();
     }
     Ok(())
 }

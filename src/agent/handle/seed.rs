@@ -159,7 +159,10 @@ fn readmit(
     let made = (|| {
         let upper = stage.upper()?;
         let layers = LayerStore::open(&stage.layers()).map_err(of_upper)?;
-        let captured = capture_upper(&layers, &former.dirs.upper, true, &stop).map_err(of_upper)?;
+        let captured = host
+            .with_upper(former, |upper| capture_upper(&layers, upper, true, &stop))
+            .map_err(|why| Failure::new(Code::MountFailed, why))?
+            .map_err(of_upper)?;
         if let Some(captured) = captured {
             layers.unpack_into(captured.diff_id, upper.as_fd(), &stop).map_err(of_upper)?;
         }

@@ -281,10 +281,10 @@ impl Agent {
     ) -> Result<Fenced, Failure> {
         let slot = self.slot(id)?;
         let to = wish.to.unwrap_or(Fact::ReadOnly);
-        if to == Fact::Gone {
+        if !to.is_aim() {
             return Err(Failure::new(
                 Code::BadRequest,
-                "a fence goes to frozen, read-only, sealed or killed; what is gone is removed by `preserved discard`",
+                "a fence goes to frozen, read-only, sealed or killed; `upper-frozen` comes by itself where the upper is an image and read-only is refused; what is gone is removed by `preserved discard`",
             ));
         }
         let reason =

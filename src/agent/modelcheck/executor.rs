@@ -183,7 +183,8 @@ impl Model {
                 w.hosts[i].entry = None;
                 Some(Event::Removed { bytes: 0, entries: 0 })
             }
-            Effect::Show => None,
+            // The model's uppers are directories.
+            Effect::FreezeUpper | Effect::ThawUpper | Effect::Show => None,
         }
     }
 

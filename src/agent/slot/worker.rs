@@ -100,7 +100,8 @@ impl Host {
         let until = clock::now().plus(TEARDOWN);
         let (session, effect) = (Arc::new(session), Arc::new(effect));
         loop {
-            let turn = Arc::clone(&self.sync).acquire_owned().await.ok();
+            let turns = if slot.dirs.image.is_some() { &self.image_sync } else { &self.sync };
+            let turn = Arc::clone(turns).acquire_owned().await.ok();
             let tried = Try { turn, last: clock::now() >= until };
             let (host, asked) = (Arc::clone(&self), Arc::clone(&slot));
             let (session, effect) = (Arc::clone(&session), Arc::clone(&effect));

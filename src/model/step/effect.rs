@@ -37,6 +37,10 @@ pub enum Effect {
     Seal,
     /// Take off every flag that a seal set, and ask whether writes work again.
     Unseal,
+    /// Stop the image's file system, as a file system (FIFREEZE).
+    FreezeUpper,
+    /// Set it going again (FITHAW).
+    ThawUpper,
     /// End the session's processes.
     Kill,
     /// Tell the authority that the lease is over.
@@ -91,8 +95,34 @@ impl Effect {
             | Self::ReadWrite
             | Self::Seal
             | Self::Unseal
+            | Self::FreezeUpper
+            | Self::ThawUpper
             | Self::Thaw => true,
             Self::Freeze { .. } | Self::ReadOnly | Self::Capture { .. } | Self::Show => false,
+        }
+    }
+
+    /// Effects that would wait for a stopped file system of the upper, or let others wait for it.
+    pub const fn wants_a_running_upper(&self) -> bool {
+        match self {
+            Self::ReadOnly
+            | Self::ReadWrite
+            | Self::Seal
+            | Self::Unseal
+            | Self::Kill
+            | Self::Thaw
+            | Self::ProveGone
+            | Self::Remove => true,
+            Self::Freeze { .. }
+            | Self::FreezeUpper
+            | Self::ThawUpper
+            | Self::Revoke { .. }
+            | Self::Capture { .. }
+            | Self::Publish { .. }
+            | Self::Resolve { .. }
+            | Self::Releasing
+            | Self::Release
+            | Self::Show => false,
         }
     }
 
@@ -107,6 +137,8 @@ impl Effect {
         "read_write",
         "seal",
         "unseal",
+        "freeze_upper",
+        "thaw_upper",
         "kill",
         "revoke",
         "capture",
@@ -128,6 +160,8 @@ impl Effect {
             Self::ReadWrite => "read_write",
             Self::Seal => "seal",
             Self::Unseal => "unseal",
+            Self::FreezeUpper => "freeze_upper",
+            Self::ThawUpper => "thaw_upper",
             Self::Kill => "kill",
             Self::Revoke { .. } => "revoke",
             Self::Capture { .. } => "capture",

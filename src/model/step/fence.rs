@@ -54,6 +54,13 @@ pub(super) fn on_fence_asked(
         let loss = Loss::Operator { by: by.to_owned(), reason: reason.to_owned() };
         return lose(s, loss, true);
     }
+    // Tried again on a person's wish: an outside writer may have gone since.
+    if s.upper_freeze == UpperFreeze::On
+        && wish.to == Fact::ReadOnly
+        && !s.facts.has(Fact::ReadOnly)
+    {
+        return Step::go([Effect::ReadOnly]);
+    }
     // Fenced already; a stronger fact may be wanted now.
     Step { record: true, ..on_tick(s, now, false) }
 }
@@ -112,6 +119,8 @@ pub(super) fn on_freeze_late(s: &mut Session, blockers: &[Blocker]) -> Step {
             s.blockers = blockers.to_vec();
             // Some calls that never end, a kill ends: who asked for one does not wait for the freeze.
             let next = match s.policy.on_slow_freeze {
+                // They may be those who wait for the upper that we stopped.
+                _ if s.upper_freeze != UpperFreeze::Off => super::image::lift(s),
                 OnSlowFreeze::Wait if s.fence.to < Fact::Killed => FENCE,
                 OnSlowFreeze::Wait | OnSlowFreeze::Kill => Effect::Kill,
             };
@@ -136,7 +145,10 @@ pub(super) fn on_foreign_thaw(s: &mut Session) -> Step {
         },
         State::Fencing | State::Fenced | State::Preserved => {
             s.facts.drop(Fact::Frozen);
-            Step::go([FENCE])
+            // Who writes into a stopped upper waits for it, and does not freeze meanwhile.
+            let stopped = s.upper_freeze != UpperFreeze::Off;
+            let lifted = stopped.then(|| super::image::lift(s));
+            Step::go([FENCE].into_iter().chain(lifted))
         }
         State::Opening
         | State::Releasing
@@ -200,7 +212,8 @@ pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Ste
                 s.busy_since.get_or_insert(proof.at);
             }
             not_read_only(s);
-            let next = settle(s);
+            let mut next = settle(s);
+            super::image::freeze_after(s, &mut next);
             Step { record: next.record && news, ..next }
         }
         // All processes of the session ended, yet somebody outside holds it: it cannot be
@@ -321,11 +334,15 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs, held: bool) -> Step {
             if s.fence.to == Fact::Gone && killed {
                 return Step::quiet(resolve_unknown(s).chain([Effect::ProveGone]));
             }
-            let wants_ro = s.fence.to != Fact::Frozen && !s.facts.has(Fact::ReadOnly);
+            // Not for a try that others would use to write: a person's wish lifts it, or policy.
+            let wants_ro = s.fence.to != Fact::Frozen
+                && !s.facts.has(Fact::ReadOnly)
+                && s.upper_freeze == UpperFreeze::Off;
             let begun = s.seal;
             let sealing = s.wants_seal(now).then(|| seal(s));
             let record = sealing.is_some() && !begun;
-            let next = resolve_unknown(s).chain(sealing);
+            let again = super::image::freeze_again(s).filter(|_| sealing.is_none());
+            let next = resolve_unknown(s).chain(sealing).chain(again);
             let step = Step::quiet(next.chain(wants_ro.then_some(Effect::ReadOnly)));
             Step { record, ..step }
         }

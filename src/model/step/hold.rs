@@ -94,6 +94,39 @@ pub(super) fn on_captured(
     }
 }
 
+/// The bytes stay with the session: a checkpoint is given up, a close keeps them.
+pub(super) fn on_capture_refused(s: &mut Session, taken_for: PublicationKey, why: &str) -> Step {
+    match (s.state, &mut s.work) {
+        (State::Active, Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }))
+            if *key == taken_for =>
+        {
+            s.trouble = Some(why.to_owned());
+            thaw_then(s, taken_for, None)
+        }
+        (State::Releasing, Some(Work::Close { mode, key, stage: stage @ Stage::Capturing }))
+            if *key == taken_for =>
+        {
+            *mode = CloseMode::Keep;
+            *stage = Stage::Ending;
+            s.trouble = Some(why.to_owned());
+            Step::go([Effect::Release])
+        }
+        // The lease was lost meanwhile, or nobody waits for it any more.
+        (
+            State::Active
+            | State::Releasing
+            | State::Opening
+            | State::Fencing
+            | State::Fenced
+            | State::Preserved
+            | State::Deleting
+            | State::Closed
+            | State::Quarantined,
+            _,
+        ) => Step::quiet([]),
+    }
+}
+
 pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Published) -> Step {
     let offered = match s.work {
         Some(

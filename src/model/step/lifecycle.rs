@@ -94,6 +94,13 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
         State::Fencing if what == Effect::ReadOnly.name() && s.facts.has(Fact::Frozen) => {
             return super::fence::settle(s);
         }
+        // It goes: the next refusal of read-only stops it again.
+        State::Fenced | State::Preserved if what == Effect::FreezeUpper.name() => {
+            s.facts.drop(Fact::UpperFrozen);
+            if s.upper_freeze == UpperFreeze::On {
+                s.upper_freeze = UpperFreeze::Off;
+            }
+        }
         // It keeps what it has, its bytes are kept, and the ticks go on trying.
         State::Fenced if what == Effect::Seal.name() => {
             s.state = State::Preserved;
@@ -157,7 +164,8 @@ pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
         State::Fencing => Step::go([FENCE].into_iter().chain(still_to_tell(s))),
         State::Fenced | State::Preserved => {
             let freeze = (!s.facts.has(Fact::Killed)).then_some(FENCE);
-            Step::go(freeze.into_iter().chain(still_to_tell(s)))
+            let upper = super::image::freeze_again(s);
+            Step::go(freeze.into_iter().chain(still_to_tell(s)).chain(upper))
         }
         State::Deleting => Step::go(next_removal(s)),
         State::Closed | State::Quarantined => Step::quiet([]),
@@ -218,6 +226,7 @@ fn after_reboot(s: &mut Session, found: &Found) -> Step {
     let gone = |s: &mut Session| {
         // Flags on a disk outlive a boot; whether they are there still is looked at beside this.
         s.facts.0.retain(|fact, _| *fact == Fact::Sealed);
+        s.upper_freeze = UpperFreeze::Off;
         for fact in [Fact::Frozen, Fact::ReadOnly, Fact::Killed, Fact::Gone] {
             s.facts.prove(fact, proof.clone());
         }

@@ -2,6 +2,7 @@
 
 mod breaker;
 mod foreign;
+mod image;
 mod properties;
 mod seal;
 mod table;
@@ -50,6 +51,7 @@ fn session(state: State) -> Session {
         run_as: RunAs { uid: 1000, gid: 1000, mapped: false, host_network: false },
         limits: Default::default(),
         external: None,
+        upper: Default::default(),
         ttl: Duration::from_secs(30),
         ends: BootNs(1 << 60),
         base: HeadAt::default(),
@@ -66,6 +68,7 @@ fn session(state: State) -> Session {
         holders: Vec::new(),
         busy_since: None,
         seal: false,
+        upper_freeze: Default::default(),
         blockers: Vec::new(),
         altered: None,
         unknown: BTreeMap::new(),

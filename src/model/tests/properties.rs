@@ -3,21 +3,23 @@
 
 use proptest::prelude::*;
 
+use super::super::backing::Backing;
 use super::super::code::Code;
 use super::super::facts::Fact;
 use super::super::head::{Head, HeadAt};
 use super::super::ids::{Generation, LeaseId, PublicationKey, Version};
 use super::super::lease::Bound;
+use super::super::limits::Size;
 use super::super::session::{
     CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State,
-    Work,
+    UpperFreeze, Work,
 };
 use super::super::step::{Effect, Event, Found, Published, Step, step};
 use super::super::time::BootNs;
 use super::super::workspace::Refusal;
 use super::{boot, key, layer, proof, session};
 
-const FACTS: [Fact; 5] = Fact::ALL;
+const FACTS: [Fact; 6] = Fact::ALL;
 
 const ON_BUSY: [OnBusy; 3] = [OnBusy::Hold, OnBusy::Seal, OnBusy::Kill];
 
@@ -84,6 +86,9 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::Sealed { proof: p() }),
         Just(Event::SealLost { seen: "no flag".into() }),
         Just(Event::Unsealed { proof: p() }),
+        Just(Event::UpperFrozen { proof: p() }),
+        Just(Event::UpperFreezeLost { seen: "ok".into() }),
+        Just(Event::UpperThawed { proof: p() }),
         Just(Event::Thawed { proof: p() }),
         Just(Event::Killed { proof: p() }),
         Just(Event::Gone { proof: p() }),
@@ -94,6 +99,7 @@ fn events() -> impl Strategy<Value = Event> {
         (0u128..3, proptest::option::of(0u8..3))
             .prop_map(|(k, l)| Event::Captured { key: key(k), layer: l.map(layer) }),
         (0u128..3, outcomes()).prop_map(|(k, outcome)| Event::Published { key: key(k), outcome }),
+        (0u128..3).prop_map(|k| Event::CaptureRefused { key: key(k), why: "damaged".into() }),
         Just(Event::Released),
         (1u64..6).prop_map(|g| Event::Readmitted {
             lease: LeaseId::from_u128(g.into()),
@@ -112,8 +118,10 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::Renewed),
         Just(Event::RenewalMissed { cause: "timeout".into() }),
         Just(Event::Removed { bytes: 1, entries: 1 }),
-        proptest::sample::select(["thaw", "seal", "unseal"].as_slice())
-            .prop_map(|what| Event::Failed { what: what.into(), why: "EIO".into() }),
+        proptest::sample::select(
+            ["thaw", "seal", "unseal", "freeze_upper", "thaw_upper"].as_slice()
+        )
+        .prop_map(|what| Event::Failed { what: what.into(), why: "EIO".into() }),
         dispositions().prop_map(|disposition| Event::Disposed { disposition }),
         (0u64..9).prop_map(|until_ms| Event::Kept { until_ms, by: "op".into() }),
         (0u64..4, any::<bool>())
@@ -146,6 +154,8 @@ fn numbered(mut event: Event, n: u64) -> Event {
         | Event::Writable { proof: p }
         | Event::Sealed { proof: p }
         | Event::Unsealed { proof: p }
+        | Event::UpperFrozen { proof: p }
+        | Event::UpperThawed { proof: p }
         | Event::Thawed { proof: p }
         | Event::Killed { proof: p }
         | Event::Gone { proof: p } => *p = proof(n),
@@ -176,6 +186,7 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
             (Event::Frozen { proof }, Fact::Frozen)
             | (Event::ReadOnly { proof, .. }, Fact::ReadOnly)
             | (Event::Sealed { proof }, Fact::Sealed)
+            | (Event::UpperFrozen { proof }, Fact::UpperFrozen)
             | (Event::Killed { proof }, Fact::Killed | Fact::Frozen)
             | (Event::Gone { proof }, Fact::Gone) => new == Some(proof),
             _ => rebooted,
@@ -191,6 +202,7 @@ fn invariant_contradicted_facts_go(s: &Seen<'_>) -> Held {
         Event::ForeignThaw { .. } | Event::Thawed { .. } | Event::MovedOut { .. } => Fact::Frozen,
         Event::ReadOnlyLost { .. } | Event::Writable { .. } | Event::Busy { .. } => Fact::ReadOnly,
         Event::SealLost { .. } | Event::Unsealed { .. } => Fact::Sealed,
+        Event::UpperFreezeLost { .. } | Event::UpperThawed { .. } => Fact::UpperFrozen,
         _ => return Ok(()),
     };
     let fenced = matches!(s.after.state, State::Fencing | State::Fenced | State::Preserved);
@@ -216,6 +228,31 @@ fn invariant_no_thaw_of_a_sealed_upper(s: &Seen<'_>) -> Held {
     Ok(())
 }
 
+/// Nothing that would wait for a stopped upper is done while it may stand, and it stands only with
+/// its intent, where there is an image, and where nobody in the session runs.
+fn invariant_a_stopped_upper_is_lifted_first(s: &Seen<'_>) -> Held {
+    let waits = s.step.effects.iter().any(Effect::wants_a_running_upper);
+    let off = s.after.upper_freeze == UpperFreeze::Off;
+    prop_assert!(!waits || off, "{:?}", s.step);
+    if s.step.effects.contains(&Effect::FreezeUpper) {
+        let stopped = s.after.facts.has(Fact::Frozen) || s.after.facts.has(Fact::Killed);
+        prop_assert!(stopped && s.after.upper.size().is_some());
+        prop_assert_eq!(s.after.upper_freeze, UpperFreeze::On);
+        prop_assert!(matches!(s.after.state, State::Fenced | State::Preserved));
+    }
+    let thaws = s.step.effects.contains(&Effect::ThawUpper);
+    prop_assert!(!thaws || s.after.upper_freeze == UpperFreeze::Lifting);
+    let stands = s.after.facts.has(Fact::UpperFrozen);
+    prop_assert!(!stands || s.after.upper_freeze == UpperFreeze::On, "{:?}", s.event);
+    let forgot = s.before.upper_freeze != UpperFreeze::Off && off;
+    let rebooted = matches!(s.event, Event::Recovered(found) if found.boot != s.before.boot);
+    let refused = matches!(s.event, Event::Failed { what, .. } if what == "freeze_upper")
+        && s.before.upper_freeze == UpperFreeze::On;
+    let thawed = matches!(s.event, Event::UpperThawed { .. });
+    prop_assert!(!forgot || thawed || refused || rebooted, "{:?}", s.event);
+    Ok(())
+}
+
 fn invariant_remove_only_what_is_safe_and_gone(s: &Seen<'_>) -> Held {
     if s.step.effects.contains(&Effect::Remove) {
         prop_assert_eq!(s.after.state, State::Deleting);
@@ -230,6 +267,8 @@ fn invariant_unproved_freeze_removes_nothing(s: &Seen<'_>) -> Held {
         for e in &s.step.effects {
             let may = match e {
                 Effect::Freeze { .. } | Effect::Revoke { .. } | Effect::Show => true,
+                // Who waits for a stopped upper does not freeze.
+                Effect::ThawUpper => true,
                 Effect::Kill => {
                     matches!(s.event, Event::FreezeLate { .. })
                         && (s.after.policy.on_slow_freeze == OnSlowFreeze::Kill
@@ -331,11 +370,12 @@ fn invariant_records_round_trip(s: &Seen<'_>) -> Held {
     Ok(())
 }
 
-const INVARIANTS: [fn(&Seen<'_>) -> Held; 15] = [
+const INVARIANTS: [fn(&Seen<'_>) -> Held; 16] = [
     invariant_facts_come_from_the_kernel,
     invariant_contradicted_facts_go,
     invariant_no_thaw_without_a_lease,
     invariant_no_thaw_of_a_sealed_upper,
+    invariant_a_stopped_upper_is_lifted_first,
     invariant_remove_only_what_is_safe_and_gone,
     invariant_unproved_freeze_removes_nothing,
     invariant_deleting_has_a_disposition,
@@ -355,9 +395,12 @@ proptest! {
     #[test]
     fn every_invariant_holds_after_every_event(
         policy in policies(),
+        in_image in any::<bool>(),
         events in proptest::collection::vec(events(), 1..40),
     ) {
-        let mut s = Session { policy, ..session(State::Active) };
+        let image = Backing::Image { size: Size(1 << 30) };
+        let upper = if in_image { image } else { Backing::Directory };
+        let mut s = Session { policy, upper, ..session(State::Active) };
         for (n, event) in events.into_iter().enumerate() {
             let event = numbered(event, n as u64 + 1);
             let before = s.clone();

@@ -6,11 +6,12 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::{CreateWorkspace, PathText, bounds};
+use crate::model::backing::UpperKind;
 use crate::model::facts::{Blocker, Fact, Holder};
 use crate::model::head::{Digest, HeadAt};
 use crate::model::lease::HolderKind;
 use crate::model::ledger::Unresolved;
-use crate::model::limits::Limits;
+use crate::model::limits::{Limits, Size};
 use crate::model::session::{CloseMode, Disposition, OnBusy, Seeded, Work};
 use crate::model::slice::Slice;
 use crate::model::workspace::Predecessor;
@@ -50,6 +51,16 @@ pub struct OpenSession {
     #[serde(default)]
     #[schema(value_type = Object)]
     pub limits: Limits,
+    /// What its upper lies in: `directory`, or `image`, a file system of its own; as configured if
+    /// absent.
+    // An agent of before it knew images refuses what it does not know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub upper: Option<UpperKind>,
+    /// What an image holds at most ("2G"); as configured if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub size: Option<Size>,
     /// The slice of a container engine with the systemd cgroup driver that becomes the session's
     /// cgroup: started, empty, and no other session's. What runs there is the engine's to confine.
     // An agent of before it knew slices refuses what it does not know.
@@ -125,6 +136,10 @@ pub struct SessionView {
     #[serde(default)]
     #[schema(value_type = Object)]
     pub limits: Limits,
+    /// The size of the image that its upper lies in ("2G"); absent for a directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub image: Option<Size>,
     /// The engine's slice that is its cgroup, if it is not a sealed one; confinement (I10) is then
     /// not claimed.
     #[serde(default)]

@@ -58,8 +58,8 @@ vm-matrix: ## The same on each kernel: 6.1, 6.12 and the newest that Debian has
 power-cut: ## Cut a guest's power CUTS times (5) at work, and look what holds, KERNEL=6.1 (root)
 	vm-harness/run --kernel $(KERNEL) --power-cut $(CUTS)
 
-bench: ## Measure against bare system calls in the same run (root)
-	@packaging/setup.sh run
+bench: ## Measure against bare system calls and container engines in the same run (root)
+	@packaging/setup.sh bench
 	cargo bench --locked --bench '*'
 
 fuzz: ## Fuzz each parser for FUZZ_SECONDS (60); needs cargo-fuzz and a C++ compiler, no nightly Rust

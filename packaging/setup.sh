@@ -5,6 +5,7 @@
 #   packaging/setup.sh run            compile, and run overfence here: root, kernel, bubblewrap,
 #                                   mkfs.ext4 for uppers in images
 #   packaging/setup.sh test           as `run` when root, as `build` otherwise
+#   packaging/setup.sh bench          as `run`, and the container engines to measure beside
 #
 # NO_INSTALL=1 installs nothing: what is missing is listed and the exit code is 1. Every refusal is
 # one line that says what to do.
@@ -66,6 +67,17 @@ need_packages() {
         die "apt-get could not install ${missing[*]}: see its message above"
 }
 
+# Runs a command under which no package starts a service: this host is to get no running dockerd.
+without_services() {
+    local policy=/usr/sbin/policy-rc.d
+    if [ ! -e "$policy" ] && [ "$(id -u)" = 0 ] && [ "${NO_INSTALL:-}" != 1 ]; then
+        trap "rm -f $policy" EXIT
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod 755 "$policy"
+    fi
+    "$@"
+}
+
 need_rust() {
     local how="install Rust by rustup (https://rustup.rs), then make again" version
     command -v cargo >/dev/null || die "cargo is missing: $how"
@@ -77,6 +89,8 @@ need_rust() {
 
 build=(gcc libc6-dev make ca-certificates)
 run=(bubblewrap e2fsprogs)
+# busybox: the image that every engine runs. The daemons are started by the bench, privately.
+bench=(docker.io podman containerd runc busybox-static)
 test=(util-linux python3 jq systemd-container mmdebstrap dpkg-dev binutils podman runc)
 
 cd "$(dirname "$0")/.."
@@ -89,6 +103,12 @@ run)
     need_kernel
     need_packages "${build[@]}" "${run[@]}"
     ;;
+bench)
+    need_root
+    need_kernel
+    need_packages "${build[@]}" "${run[@]}"
+    without_services need_packages "${bench[@]}"
+    ;;
 test)
     if [ "$(id -u)" = 0 ]; then
         need_kernel
@@ -99,7 +119,7 @@ test)
     fi
     ;;
 *)
-    die "usage: packaging/setup.sh build|run|test"
+    die "usage: packaging/setup.sh build|run|bench|test"
     ;;
 esac
 need_rust

@@ -107,12 +107,17 @@ impl Host {
         }
     }
 
-    pub fn stop(&mut self) {
-        self.kill_agent();
+    /// kill -9.
+    pub fn kill_keeper(&mut self) {
         if let Some(mut keeper) = self.keeper.take() {
             let _ = keeper.kill();
             keeper.wait().unwrap();
         }
+    }
+
+    pub fn stop(&mut self) {
+        self.kill_agent();
+        self.kill_keeper();
     }
 
     pub fn log(&self) -> String {

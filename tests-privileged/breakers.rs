@@ -367,7 +367,8 @@ fn deep(place: &Place) {
         let upper = fs::File::open(opened.session.upper.path().unwrap()).unwrap();
         let changes = Changes::new(std::os::fd::AsFd::as_fd(&upper), Format::Trusted).unwrap();
         assert_eq!(changes.inspect(|change| assert!(change.is_ok())).count(), 301);
-        let fence = serde_json::from_value(serde_json::json!({ "wait_ms": 5000 })).unwrap();
+        // Read-only waits for whatever the whole file system has to write.
+        let fence = serde_json::from_value(serde_json::json!({ "wait_ms": 60_000 })).unwrap();
         agent.fence(&ROOT, id, fence).await.unwrap();
         let exported = agent.export(&ROOT, id, bundle()).await.unwrap();
         overfence::upper::bundle::verify(&exported.path.path().unwrap()).unwrap();

@@ -170,6 +170,8 @@ fn json_alone(place: &Place) {
     asked.of("config check", &[]);
     asked.of("config show", &[]);
     asked.of("status", &[]);
+    assert_eq!(asked.of("breaker show", &[])["open"], false);
+    assert_eq!(asked.of("breaker reset", &["--reason", "a test"])["open"], false);
     asked.of("drain", &["--yes"]);
 
     let known: BTreeSet<String> =

@@ -14,6 +14,7 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "a_hangup_is_an_orderly_end", run: hangup },
         Test { name: "a_shells_descriptor_limit_does_not_end_it", run: descriptors },
+        Test { name: "a_long_runtime_directory_has_session_sockets", run: long_runtime },
         Test { name: "i8_a_start_does_not_wait_for_the_trash", run: trash },
     ]
 }
@@ -36,6 +37,20 @@ fn hangup(place: &Place) {
     assert_eq!(host.ended().unwrap().code(), Some(0), "{}", host.log());
     assert!(host.start(None), "{}", host.log());
     assert_eq!(host.must(&["session", "inspect", &id])["state"], "ACTIVE");
+    host.must(&["session", "close", &id]);
+    host.stop();
+}
+
+fn long_runtime(place: &Place) {
+    // The agent's own socket fits into what a socket's path may have, those of sessions do not.
+    let mut host = Host::new(place, &"l".repeat(40));
+    assert!(host.start(None), "{}", host.log());
+    let id = id_of(&host.open("w", "60s"));
+    let inside = host.dir.join("run/sessions").join(&id).join("inside/session.sock");
+    assert!(inside.as_os_str().len() > 107, "{}", inside.display());
+    // From inside it is a short path whatever it is here.
+    let beat = host.run(&["session", "exec", &id, "--", "overfence", "lease", "beat"]);
+    assert!(beat.status.success(), "{beat:?}");
     host.must(&["session", "close", &id]);
     host.stop();
 }

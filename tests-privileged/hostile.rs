@@ -1,7 +1,7 @@
 //! Bundles and uppers that somebody hostile made, at diff and apply: a right answer or a clear
 //! refusal, and nothing outside is touched.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
@@ -165,7 +165,7 @@ fn links(meta: &std::fs::Metadata) -> u64 {
     std::os::unix::fs::MetadataExt::nlink(meta)
 }
 
-fn refused(host: &Host, bundle: &PathBuf, what: &str, codes: &[i32]) {
+fn refused(host: &Host, bundle: &Path, what: &str, codes: &[i32]) {
     let path = bundle.to_str().unwrap();
     let out = host.run(&[&["bundle", "apply", path, "-w", "w"], &BY[..]].concat());
     let said = String::from_utf8_lossy(&out.stderr).into_owned();

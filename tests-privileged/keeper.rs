@@ -25,6 +25,7 @@ pub fn tests() -> Vec<host::Test> {
         i9_a_deadline_is_kept_without_an_agent,
         i3_a_fence_keeps_its_stamp_and_a_checkpoint_does_not,
         an_unreadable_entry_is_frozen_and_a_vanished_file_changes_nothing,
+        of_a_torn_entry_the_whole_slot_counts,
         i3_a_thaw_that_the_keeper_undoes_first_is_recorded,
     ]
 }
@@ -201,6 +202,47 @@ fn an_unreadable_entry_is_frozen_and_a_vanished_file_changes_nothing(host: &host
     let stamp = Stamp { purpose: Purpose::Deadline, generation: Generation::NONE };
     assert_eq!(session.cgroup.read_stamp().unwrap(), Some(stamp));
     drop(keeper);
+}
+
+/// Where the file has its first entry, and how long a slot is; see `kernel::deadlines`.
+const HEADER: u64 = 4096;
+const SLOT: u64 = 384;
+
+/// An entry has two slots, written in turn; a crash tears one at most, a bad disk both.
+fn of_a_torn_entry_the_whole_slot_counts(host: &host::Place) {
+    let path: PathBuf = host.dir.join("deadlines");
+    let mut table = Table::create_or_open(&path).unwrap();
+    // The first slot of each is older. Only that of `lost` has passed.
+    let (mut kept, mut lost) =
+        (Session::new(host, "kept", soon(LONG)), Session::new(host, "lost", soon(LONG)));
+    kept.until(&mut table, soon(LONG));
+    lost.until(&mut table, soon(Duration::ZERO));
+    kept.until(&mut table, soon(LONG));
+    lost.until(&mut table, soon(LONG));
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    let tear = |entry: u64, slot: u64| {
+        let at = HEADER + (2 * entry + slot) * SLOT + 16;
+        std::os::unix::fs::FileExt::write_all_at(&file, &[0xff; 4], at).unwrap();
+    };
+    let _keeper = Keeper::start(&path);
+    std::thread::sleep(PASS * 3);
+    assert!(!kept.frozen() && !lost.frozen(), "frozen although the newer slot is good");
+    tear(0, 1);
+    tear(1, 1);
+    until("the older slot, which passed, counts", || lost.frozen());
+    let stamp = Stamp { purpose: Purpose::Deadline, generation: Generation(3) };
+    assert_eq!(lost.cgroup.read_stamp().unwrap(), Some(stamp));
+    std::thread::sleep(PASS * 3);
+    assert!(!kept.frozen(), "frozen although the older slot is good");
+    // The next renewal takes the torn slot's place.
+    kept.until(&mut table, soon(LONG));
+    tear(0, 0);
+    std::thread::sleep(PASS * 3);
+    assert!(!kept.frozen(), "frozen although the slot written last is good");
+    tear(0, 1);
+    until("both are bad", || kept.frozen());
+    let stamp = Stamp { purpose: Purpose::Deadline, generation: Generation::NONE };
+    assert_eq!(kept.cgroup.read_stamp().unwrap(), Some(stamp));
 }
 
 fn i3_a_thaw_that_the_keeper_undoes_first_is_recorded(place: &host::Place) {

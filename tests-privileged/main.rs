@@ -8,6 +8,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
 mod agent_process;
+mod at_large;
 mod breakers;
 mod bring_back;
 mod confinement;
@@ -40,6 +41,7 @@ mod room;
 mod round_trip;
 mod runbook;
 mod seal;
+mod second_line;
 mod signals;
 mod slow_disk;
 mod systemd;
@@ -55,6 +57,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
     vec![
         ("main_job", main_job::tests()),
         ("leases", leases::tests()),
+        ("at_large", at_large::tests()),
         ("races", races::tests()),
         ("ledger", ledger::tests()),
         ("kept", kept::tests()),
@@ -83,6 +86,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("confinement", confinement::tests()),
         ("workload", workload::tests()),
         ("keeper", keeper::tests()),
+        ("second_line", second_line::tests()),
         ("demo", demo::tests()),
         ("systemd", systemd::tests()),
         ("container", container::tests()),

@@ -237,12 +237,14 @@ fn served(place: &Place) {
         "/v1/evidence/verify",
         "/v1/events",
         "/v1/status",
+        "/v1/breaker",
         "/v1/ticket-key",
         "/metrics",
         "/healthz",
     ] {
         api.good("get", path, "", "", none.clone());
     }
+    api.good("post", "/v1/breaker/reset", "", "", json!({ "reason": "test" }));
     api.good("post", "/v1/drain", "", "", json!({}));
     assert_eq!(api.asked, operations(&api.document), "not all that is documented was asked for");
 }

@@ -136,6 +136,8 @@ fn by_deadline(rig: &Rig) -> Vec<Duration> {
         // The sessions are left alone until all of them are fenced.
         let last = wave.iter().map(|(deadline, _)| *deadline).max().unwrap();
         clock::sleep_until(last.plus(APART));
+        // A whole host's leases are lost within a minute here, on purpose.
+        rig.close_breaker();
         for (deadline, id) in wave {
             all.push(rig.frozen_then_discard(&id).since(deadline));
         }

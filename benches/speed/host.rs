@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use nix::mount::{MsFlags, mount};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{SigSet, Signal};
 
@@ -36,6 +36,23 @@ pub fn enter() -> Place {
     mount(None::<&str>, "/", None::<&str>, private, None::<&str>).expect("make mounts private");
     let path = |name| PathBuf::from(std::env::var_os(name).expect("set by the parent"));
     Place { dir: path(DIR), cgroup: path(CGROUP), binary: env!("CARGO_BIN_EXE_overfence").into() }
+}
+
+/// Gives this process, and what it starts, a host with cgroup v2 alone, as engines want it: the
+/// part's own cgroup is the root of it.
+pub fn unified(place: &Place) -> Place {
+    let host = place.cgroup.join("host");
+    fs::create_dir(&host).expect("make a cgroup");
+    let own = std::process::id().to_string();
+    fs::write(host.join("cgroup.procs"), &own).expect("join a cgroup");
+    unshare(CloneFlags::CLONE_NEWCGROUP).expect("unshare the cgroup namespace");
+    let (cgroup, none) = (PathBuf::from("/sys/fs/cgroup"), None::<&str>);
+    umount2(&cgroup, MntFlags::MNT_DETACH).expect("unmount the host's cgroups");
+    let flags = MsFlags::empty();
+    mount(Some("cgroup2"), &cgroup, Some("cgroup2"), flags, none).expect("mount cgroup2");
+    fs::create_dir(cgroup.join("bench")).expect("make a cgroup");
+    fs::write(cgroup.join("bench/cgroup.procs"), &own).expect("join a cgroup");
+    Place { dir: place.dir.clone(), cgroup, binary: place.binary.clone() }
 }
 
 /// Where the cgroup2 hierarchy is mounted.

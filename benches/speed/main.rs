@@ -17,11 +17,15 @@
 #[allow(dead_code)]
 #[path = "../../tests-privileged/agent_process.rs"]
 mod agent_process;
+mod dirty;
+mod engines;
 mod fence;
 mod figures;
 mod fleet;
 mod host;
+mod keeper;
 mod open;
+mod peers;
 mod rig;
 mod workload;
 
@@ -30,11 +34,14 @@ use host::Place;
 /// A part: its name, and what it does.
 type Part = (&'static str, fn(&Place));
 
-const PARTS: [Part; 4] = [
+const PARTS: [Part; 7] = [
     ("fence", fence::run),
     ("open", open::run),
     ("workload", workload::run),
     ("fleet", fleet::run),
+    ("dirty", dirty::run),
+    ("keeper", keeper::run),
+    ("peers", peers::run),
 ];
 
 fn main() {

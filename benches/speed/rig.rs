@@ -25,7 +25,12 @@ pub struct Rig {
 
 impl Rig {
     pub fn new(place: &Place) -> Self {
-        let mut host = Host::new(place, "h");
+        Self::named(place, "h")
+    }
+
+    /// One of several, one after the other.
+    pub fn named(place: &Place, name: &str) -> Self {
+        let mut host = Host::new(place, name);
         // As on a host, where /run is memory.
         let run = host.dir.join("run");
         fs::create_dir(&run).unwrap();
@@ -59,6 +64,12 @@ impl Rig {
 
     pub fn post<T: serde::de::DeserializeOwned>(&self, id: &str, verb: &str, wish: &Value) -> T {
         self.client.post(&path(&["sessions", id, verb]), wish).unwrap()
+    }
+
+    /// Lets sessions be removed again after many lost their leases.
+    pub fn close_breaker(&self) {
+        let _: Value =
+            self.client.post("/v1/breaker/reset", &json!({ "reason": "bench" })).unwrap();
     }
 
     pub fn session(&self, id: &str) -> SessionView {

@@ -72,6 +72,9 @@ impl Host {
         effect: &Effect,
         tried: Try,
     ) -> Vec<Event> {
+        if self.breaker_stops(effect, s.state) {
+            return vec![Event::Held { what: effect.name().to_owned() }];
+        }
         let point = |when| failpoint::hit(&format!("effect.{}.{when}", effect.name()));
         if matches!(effect, Effect::Kill | Effect::Remove | Effect::Publish { .. })
             && let Err(fault) = self.store.anchor()

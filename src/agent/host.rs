@@ -81,6 +81,8 @@ pub struct Host {
     pub metrics: Metrics,
     /// Whether the agent's own parts go round.
     pub pulse: Pulse,
+    /// Whether killing and deleting stop.
+    pub(super) breaker: super::breaker::Shared,
     /// Where blocking work is run.
     pub runtime: tokio::runtime::Handle,
     pub(super) sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
@@ -161,6 +163,7 @@ impl Host {
             events: CgroupEvents::new()?,
             metrics: Metrics::new(),
             pulse: Pulse::default(),
+            breaker: super::breaker::Shared::default(),
             runtime,
             sockets,
             state: Mutex::default(),

@@ -84,6 +84,8 @@ pub struct Metrics {
     reserve_wanted_bytes: Gauge,
     reconciled: Gauge<f64, AtomicU64>,
     bytes_freed: Counter,
+    breaker_open: Gauge,
+    breaker_openings: Counter,
 }
 
 impl Metrics {
@@ -181,6 +183,18 @@ impl Metrics {
         );
         let bytes_freed = Counter::default();
         registry.register("removed_bytes", "Bytes freed by removals", bytes_freed.clone());
+        let breaker_open = Gauge::default();
+        registry.register(
+            "breaker_open",
+            "1 while nothing is killed or removed since leases were lost at large",
+            breaker_open.clone(),
+        );
+        let breaker_openings = Counter::default();
+        registry.register(
+            "breaker_openings",
+            "How often the breaker opened",
+            breaker_openings.clone(),
+        );
         Self {
             registry,
             renewal_failures,
@@ -200,7 +214,14 @@ impl Metrics {
             reserve_wanted_bytes,
             reconciled,
             bytes_freed,
+            breaker_open,
+            breaker_openings,
         }
+    }
+
+    /// The breaker opened.
+    pub fn breaker_opened(&self) {
+        self.breaker_openings.inc();
     }
 
     /// A renewal that was not granted or not answered.
@@ -292,8 +313,9 @@ impl Metrics {
     }
 
     /// OpenMetrics text.
-    pub fn text(&self, space: Space) -> String {
+    pub fn text(&self, space: Space, breaker_open: bool) -> String {
         let gauge = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        self.breaker_open.set(i64::from(breaker_open));
         self.free_bytes.set(gauge(space.free));
         self.reserve_bytes.set(gauge(space.held));
         self.reserve_wanted_bytes.set(gauge(space.wanted));
@@ -325,7 +347,7 @@ mod tests {
         metrics.effect("freeze", true, Duration::ZERO);
         metrics.reconciled(&[(State::Active, 1)].into(), &BTreeMap::new(), 0);
         let mut names = BTreeSet::new();
-        for line in metrics.text(SPACE).lines() {
+        for line in metrics.text(SPACE, false).lines() {
             let mut words = line.split(' ');
             if let (Some("#"), Some("TYPE"), Some(name), Some(kind)) =
                 (words.next(), words.next(), words.next(), words.next())
@@ -354,7 +376,7 @@ mod tests {
 
     #[test]
     fn what_can_be_refused_or_proved_is_there_from_the_start() {
-        let text = Metrics::new().text(SPACE);
+        let text = Metrics::new().text(SPACE, false);
         for line in [
             "overfence_publications_refused_total{reason=\"stale_generation\"} 0",
             "overfence_fences_total{fact=\"read-only\",result=\"busy\"} 0",
@@ -373,7 +395,7 @@ mod tests {
                 metrics.refused(code);
             }
         }
-        let text = metrics.text(SPACE);
+        let text = metrics.text(SPACE, false);
         for (n, code) in PUBLISH_REFUSALS.into_iter().enumerate() {
             let line =
                 format!("overfence_publications_refused_total{{reason=\"{code}\"}} {}", n + 1);

@@ -20,6 +20,7 @@
 
 mod admission;
 mod agenda;
+mod breaker;
 mod census;
 mod deadlines;
 mod effects;

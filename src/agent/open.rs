@@ -3,7 +3,7 @@
 //! rolled back to nothing through the same removal as everything else.
 
 use std::collections::BTreeMap;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -505,7 +505,9 @@ impl Host {
 
     /// Makes the session's socket and hands it to the API.
     pub fn listen(&self, id: SessionId) -> std::io::Result<()> {
-        let path = self.paths.inside_of(id).join("session.sock");
+        // By descriptor: a socket's path has room for 107 bytes, and a run-time directory may be longer.
+        let inside = std::fs::File::open(self.paths.inside_of(id))?;
+        let path = PathBuf::from(format!("/proc/self/fd/{}/session.sock", inside.as_raw_fd()));
         match std::fs::remove_file(&path) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
             _ => {}

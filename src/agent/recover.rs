@@ -64,7 +64,9 @@ impl Host {
         }
         let entries: Vec<_> = self.table().entries().collect();
         let mut started = Started::default();
-        for record in self.store.sessions().map_err(text)? {
+        let records = self.store.sessions().map_err(text)?;
+        self.recall_breaker(&records.iter().flatten().collect::<Vec<_>>())?;
+        for record in records {
             match record {
                 Ok(s) if s.state == State::Closed => {}
                 Ok(s) => {
@@ -87,6 +89,7 @@ impl Host {
                 }
             }
         }
+        self.judge_breaker();
         self.finish_removals()?;
         self.table().clear_torn().map_err(text)?;
         Ok(started)
@@ -100,6 +103,11 @@ impl Host {
             let id = name.to_str().and_then(|name| name.parse().ok());
             id.is_none_or(|id| self.slot(id).is_none())
         });
+        if self.tripped().is_some() && !left.is_empty() {
+            let n = left.len();
+            tracing::warn!("the breaker is open: {n} unfinished removal(s) wait for `gc`");
+            left.clear();
+        }
         // Captures and copies that were cut off; new ones have names of their own.
         let exports = std::fs::read_dir(&self.paths.exports).map_err(text)?;
         let cut_off: Vec<_> = exports.flatten().map(|entry| entry.path()).collect();

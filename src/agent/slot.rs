@@ -310,7 +310,8 @@ impl Host {
     }
 
     /// [`Host::apply`] for a caller that holds the lock and wakes the worker itself.
-    pub fn apply_locked(&self, inner: &mut Inner, event: Event, actor: &str) -> Applied {
+    pub fn apply_locked(self: &Arc<Self>, inner: &mut Inner, event: Event, actor: &str) -> Applied {
+        let began = inner.session.state;
         let mut events = VecDeque::from([event]);
         let mut applied = Applied::Taken;
         while let Some(event) = events.pop_front() {
@@ -352,6 +353,7 @@ impl Host {
             self.metrics.event(&event, from, inner.session.state);
         }
         self.settle(&inner.session);
+        self.breaker_sees(began, &inner.session);
         applied
     }
 

@@ -39,9 +39,10 @@ pub async fn run(host: Arc<Host>) {
         host.pulse.beat(Part::Sweep);
         ticks = ticks.wrapping_add(1);
         let now = clock::now();
+        let held = host.tripped().is_some();
         for slot in host.unsettled() {
             if slot.lock().pending(ticks.is_multiple_of(PATIENT)) {
-                host.apply(&slot, Event::Tick { now }, "agent");
+                host.apply(&slot, Event::Tick { now, held }, "agent");
             }
         }
         if looks.is_finished() {
@@ -94,6 +95,10 @@ async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
         tracing::error!("the reserve was not looked at: {fault}");
     }
     resume_doubted(&host).await;
+    let worker = Arc::clone(&host);
+    if let Err(fault) = tokio::task::spawn_blocking(move || worker.close_answered_breaker()).await {
+        tracing::error!("the breaker was not looked at: {fault}");
+    }
     if let Some(witnessed) = witnessed
         && let Err(why) = sweep(&host, witnessed, started).await
     {
@@ -143,7 +148,10 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     if let Err(why) = ledger(host) {
         tracing::warn!("the ledger was not looked at: {why}");
     }
-    let may_delete = clock::now().since(started) >= host.config.preserve.min_notice;
+    // Time with the breaker open does not count, either.
+    let held = host.tripped().is_some();
+    let may_delete = !held && clock::now().since(started) >= host.config.preserve.min_notice;
+    let witnessed = if held { Duration::ZERO } else { witnessed };
     let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);
     let mut states: BTreeMap<State, u64> = BTreeMap::new();
     let mut missing: BTreeMap<Fact, u64> = BTreeMap::new();

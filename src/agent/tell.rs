@@ -65,6 +65,10 @@ pub fn line(host: &Host) -> String {
         line.push_str("; the authority: ");
         line.push_str(trouble);
     }
+    if let Some(open) = host.tripped() {
+        line.push_str("; the breaker is open: ");
+        line.push_str(&open.why);
+    }
     line
 }
 

@@ -134,6 +134,9 @@ impl Patience {
             message
                 .push_str(&format!("; pid {} ({}) does not freeze", blocker.pid, blocker.command));
         }
+        if let Some(trouble) = &session.trouble {
+            message.push_str(&format!("; {trouble}"));
+        }
         message.push_str("; overfence goes on trying");
         Err(Failure::new(Code::Partial, message))
     }

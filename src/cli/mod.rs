@@ -3,6 +3,7 @@
 //! tickets and bundles, asking the kernel. Uses `api::client`, `workload`, and the readers of
 //! `store`, `upper` and `kernel`. Keeps nothing on disk.
 
+mod breaker;
 mod bundle;
 mod config;
 mod content;
@@ -141,6 +142,9 @@ pub enum Verb {
     Evidence(evidence::Verb),
     /// Take every session of this host down and refuse new ones; what they wrote is kept.
     Drain(drain::Drain),
+    /// The breaker: whether killing and deleting stop, since leases were lost at large.
+    #[command(subcommand)]
+    Breaker(breaker::Verb),
     /// Say how the agent is.
     Status,
     /// Show the evidence as it is written.
@@ -246,6 +250,7 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
         Verb::Request(verb) => request::main(context, verb),
         Verb::Gc(wish) => gc::main(context, wish),
         Verb::Drain(wish) => drain::main(context, &wish),
+        Verb::Breaker(verb) => breaker::main(context, verb),
         Verb::Status => status::main(context),
         Verb::Events(wish) => evidence::events(context, &wish),
         Verb::Config(verb) => config::main(context, verb),

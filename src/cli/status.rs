@@ -14,6 +14,7 @@ pub(super) fn main(context: &Context) -> Result<(), Failure> {
             ("agent", Some(format!("{} on {}", status.version, status.host))),
             ("ready", Some(if status.ready { "yes" } else { "no" }.into())),
             ("draining", status.draining.then(|| "new sessions are refused".into())),
+            ("breaker", status.breaker.as_ref().map(|why| format!("open: {why}"))),
             ("authority", Some(status.authority.clone())),
             ("trouble", status.authority_trouble.clone()),
             ("sessions", Some(table::or_dash(Some(table::joined(sessions))))),

@@ -5,6 +5,7 @@
 //! which a head advances, and [`step::step`], the life of a session.
 
 pub mod backing;
+pub mod breaker;
 pub mod code;
 pub mod facts;
 pub mod head;

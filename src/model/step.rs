@@ -278,6 +278,14 @@ pub enum Event {
     Tick {
         /// Now.
         now: BootNs,
+        /// The breaker is open: nothing is killed or removed.
+        held: bool,
+    },
+    /// The breaker is open and keeps an effect from being done; a tick asks for it again once it
+    /// is closed.
+    Held {
+        /// Which effect.
+        what: String,
     },
 }
 
@@ -365,7 +373,8 @@ fn taken(s: &mut Session, event: &Event) -> Step {
         Event::Disposed { disposition } => on_disposed(s, disposition.clone()),
         Event::Kept { until_ms, .. } => on_kept(s, *until_ms),
         Event::Witnessed { add_ms, may_delete } => on_witnessed(s, *add_ms, *may_delete),
-        Event::Tick { now } => on_tick(s, *now),
+        Event::Tick { now, held } => on_tick(s, *now, *held),
+        Event::Held { what } => on_held(s, what),
     }
 }
 
@@ -389,7 +398,7 @@ use hold::{
     on_readmitted, on_released, on_thawed, on_writable,
 };
 use image::{on_upper_freeze_lost, on_upper_frozen, on_upper_thawed};
-use lifecycle::{on_failed, on_open_failed, on_opened, on_renewal_missed, recover};
+use lifecycle::{on_failed, on_held, on_open_failed, on_opened, on_renewal_missed, recover};
 use removal::{on_disposed, on_gone, on_kept, on_killed, on_removed, on_witnessed};
 use seal::{on_seal_lost, on_sealed, on_unsealed, seal};
 

@@ -18,8 +18,8 @@ use super::lease::HolderKind;
 
 pub use diff::{Aspect, Change, DiffLine, DiffRow, DiffSummary, FileKind, Mark, Told};
 pub use host::{
-    DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport, KeepSession,
-    PreservedView, SpaceView, StatusView,
+    BreakerView, DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport,
+    KeepSession, PreservedView, ResetBreaker, SpaceView, StatusView,
 };
 pub use ledger::{
     AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,

@@ -6,7 +6,7 @@
 //! ├── lock                        flock: one agent a state directory
 //! ├── reserve                     room held back for the agent; see `reserve`
 //! ├── overfence.db                SQLite, WAL; readable with `sqlite3`
-//! │   ├── meta          key                    -> value         host id, ids of the two keys
+//! │   ├── meta          key                    -> value         host id, ids of the two keys, the open breaker
 //! │   ├── workspaces    id                     -> record, mac   the embedded authority
 //! │   ├── publications  workspace, key         -> record, mac   the ledger; open, decided to find by
 //! │   ├── requests      seq; workspace, key, task, open -> record, mac   external requests
@@ -31,6 +31,7 @@
 //! whoever finds nobody waiting behind it commits for all who ran since the last commit. So jobs
 //! that come together share one fsync, and each still gets its own answer, after the commit.
 
+mod breaker;
 mod db;
 mod error;
 pub mod evidence;

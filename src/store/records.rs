@@ -110,6 +110,13 @@ impl Tx<'_> {
             .map_err(Error::sql("read meta"))
     }
 
+    pub(super) fn remove_meta(&self, key: &str) -> Result<(), Error> {
+        self.conn
+            .execute("DELETE FROM meta WHERE key = ?", [key])
+            .map_err(Error::sql("write meta"))?;
+        Ok(())
+    }
+
     pub(super) fn set_meta(&self, key: &str, value: &str) -> Result<(), Error> {
         self.conn
             .execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, value))

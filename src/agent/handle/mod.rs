@@ -1,6 +1,7 @@
 //! The only door to the agent: what the API may ask, one method a verb. Requests are checked here
 //! and become events or questions to the authority; nothing here decides about a session.
 
+mod breaker;
 mod content;
 mod delta;
 mod drain;
@@ -128,6 +129,7 @@ impl Agent {
             host: host.id.to_string(),
             ready: shown.ready,
             draining: host.draining(),
+            breaker: host.tripped().map(|open| open.why),
             authority: "sqlite".to_owned(),
             authority_trouble: trouble,
             sessions,
@@ -147,7 +149,7 @@ impl Agent {
 
     /// OpenMetrics text.
     pub fn metrics(&self) -> String {
-        self.0.metrics.text(self.0.store.reserve().space())
+        self.0.metrics.text(self.0.store.reserve().space(), self.0.tripped().is_some())
     }
 
     /// The public key of mount tickets.

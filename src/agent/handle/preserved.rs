@@ -333,7 +333,10 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     orphans(host, &mut items)?;
     loops(host, dry_run, &mut items)?;
     let (bytes, entries) = crate::upper::size::size(&host.paths.trash).map_err(internal)?;
-    if entries > 0 {
+    if entries > 0 && host.tripped().is_some() {
+        let why = "the breaker is open; `overfence breaker show` says why".to_owned();
+        items.push(item("trash", "trash", "keep", why, bytes));
+    } else if entries > 0 {
         let verdict = if dry_run { "remove" } else { "removed" };
         if !dry_run {
             remove::empty_trash(&host.paths.trash).map_err(internal)?;

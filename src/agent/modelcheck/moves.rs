@@ -359,7 +359,11 @@ impl Model {
                 w.hosts[i].asks.remove(n);
             }
             Move::Tick(i) => {
-                w.feed(i, Event::Tick { now: crate::model::time::BootNs(0) }, self.bug);
+                w.feed(
+                    i,
+                    Event::Tick { now: crate::model::time::BootNs(0), held: false },
+                    self.bug,
+                );
             }
         }
         // Host 1 does what its events ask for at once: its effects touch nothing of host 0, only

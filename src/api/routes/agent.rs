@@ -17,7 +17,9 @@ use super::Peer;
 use crate::agent::failure::Failure;
 use crate::agent::handle::Agent;
 use crate::model::journal::Entry;
-use crate::model::view::{DrainHost, Drained, EvidenceReport, StatusView};
+use crate::model::view::{
+    BreakerView, DrainHost, Drained, EvidenceReport, ResetBreaker, StatusView,
+};
 
 /// Entries read from the chain at a time.
 const PAGE: usize = 256;
@@ -146,6 +148,24 @@ pub(super) async fn drain(
     Wish(wish): Wish<DrainHost>,
 ) -> Result<Json<Drained>, Refused> {
     Ok(Json(agent.drain(&peer.caller, wish).await?))
+}
+
+/// Says whether killing and deleting stop, and why.
+#[utoipa::path(get, path = "/v1/breaker",
+    responses((status = 200, description = "As it stands.", body = BreakerView)))]
+pub(super) async fn breaker(State(agent): State<Agent>) -> Json<BreakerView> {
+    Json(agent.breaker().await)
+}
+
+/// Closes the breaker; one that is closed stays so.
+#[utoipa::path(post, path = "/v1/breaker/reset", request_body = ResetBreaker,
+    responses((status = 200, description = "As it stands now.", body = BreakerView)))]
+pub(super) async fn breaker_reset(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Wish(wish): Wish<ResetBreaker>,
+) -> Result<Json<BreakerView>, Refused> {
+    Ok(Json(agent.breaker_reset(&peer.caller, wish).await?))
 }
 
 /// The public key of mount tickets.

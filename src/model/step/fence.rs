@@ -62,7 +62,7 @@ pub(super) fn on_fence_asked(
         return Step::go([Effect::ReadOnly]);
     }
     // Fenced already; a stronger fact may be wanted now.
-    Step { record: true, ..on_tick(s, now) }
+    Step { record: true, ..on_tick(s, now, false) }
 }
 
 pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
@@ -308,10 +308,10 @@ pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
 }
 
 /// Pending things are tried again; nothing here is worth a record until its answer comes.
-pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
+pub(super) fn on_tick(s: &mut Session, now: BootNs, held: bool) -> Step {
     match s.state {
         // No kill from a freeze that is neither proved nor late.
-        State::Fencing if s.fence.to >= Fact::Killed && s.facts.has(Fact::Frozen) => {
+        State::Fencing if s.fence.to >= Fact::Killed && s.facts.has(Fact::Frozen) && !held => {
             Step::go([Effect::Kill])
         }
         State::Fencing if s.facts.has(Fact::Frozen) => Step::quiet([Effect::ReadOnly]),
@@ -325,10 +325,13 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
                 return Step::quiet([FENCE]);
             }
             let due = s.busy_since.is_some_and(|t| now.since(t) >= s.policy.kill_after);
-            if !killed && (s.fence.to >= Fact::Killed || (s.on_busy() == OnBusy::Kill && due)) {
+            if !killed
+                && !held
+                && (s.fence.to >= Fact::Killed || (s.on_busy() == OnBusy::Kill && due))
+            {
                 return Step::go([Effect::Kill]);
             }
-            if s.fence.to == Fact::Gone {
+            if s.fence.to == Fact::Gone && killed {
                 return Step::quiet(resolve_unknown(s).chain([Effect::ProveGone]));
             }
             // Not for a try that others would use to write: a person's wish lifts it, or policy.
@@ -343,6 +346,7 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs) -> Step {
             let step = Step::quiet(next.chain(wants_ro.then_some(Effect::ReadOnly)));
             Step { record, ..step }
         }
+        State::Deleting if held => Step::quiet([]),
         State::Deleting => Step::quiet(super::removal::next_removal(s)),
         State::Releasing => match s.work {
             // A failed stage of a close is done again.

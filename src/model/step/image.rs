@@ -90,7 +90,7 @@ pub(super) fn on_upper_thawed(s: &mut Session, proof: &Proof) -> Step {
     match (s.state, &s.work) {
         (State::Active, Some(Work::Resume)) => Step::go([super::hold::make_writable(s)]),
         (State::Fencing | State::Fenced | State::Preserved, _) => {
-            Step { record: true, ..super::fence::on_tick(s, proof.at) }
+            Step { record: true, ..super::fence::on_tick(s, proof.at, false) }
         }
         (State::Deleting, _) => Step::go(super::removal::next_removal(s)),
         (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None)

@@ -117,6 +117,14 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
     Step { record: news, ..Step::default() }
 }
 
+/// The breaker keeps an effect from being done. That is no failure, and no try of it.
+pub(super) fn on_held(s: &mut Session, what: &str) -> Step {
+    let text = format!("{what}: the breaker is open, nothing is killed or removed");
+    let news = s.trouble.as_deref() != Some(text.as_str());
+    s.trouble = Some(text);
+    Step { record: news, ..Step::default() }
+}
+
 /// What a restarted agent does: pending effects are done again, a lease that does not hold is a
 /// lost lease, and a reboot ended every process and mount there was.
 pub(super) fn recover(s: &mut Session, found: &Found) -> Step {

@@ -55,7 +55,7 @@ fn a_second_overlay_unsays_read_only_and_is_nothing_to_seal_or_kill() {
         assert!(!step(&mut s, &second_overlay()).record, "a repetition is no news");
         assert_eq!((s.busy_since, s.holders.len()), (None, 1));
         assert!(!s.facts.has(Fact::ReadOnly));
-        let got = step(&mut s, &Event::Tick { now: BootNs(1 << 60) });
+        let got = step(&mut s, &Event::Tick { now: BootNs(1 << 60), held: false });
         assert_eq!(got.effects, [Effect::ReadOnly]);
         step(&mut s, &Event::ReadOnly { proof: proof(4), empty: false });
         assert!(s.facts.has(Fact::ReadOnly) && s.holders.is_empty());

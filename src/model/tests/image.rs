@@ -43,7 +43,7 @@ fn goes() -> Event {
 }
 
 fn tick(at: u64) -> Event {
-    Event::Tick { now: BootNs(at) }
+    Event::Tick { now: BootNs(at), held: false }
 }
 
 fn asked(to: Fact) -> Event {

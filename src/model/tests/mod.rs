@@ -1,5 +1,6 @@
 //! Tests of the rules: a table of the steps that matter, and properties over random sequences.
 
+mod breaker;
 mod foreign;
 mod image;
 mod properties;

@@ -126,7 +126,9 @@ fn events() -> impl Strategy<Value = Event> {
         (0u64..9).prop_map(|until_ms| Event::Kept { until_ms, by: "op".into() }),
         (0u64..4, any::<bool>())
             .prop_map(|(add_ms, may_delete)| Event::Witnessed { add_ms, may_delete }),
-        (0u64..9).prop_map(|n| Event::Tick { now: BootNs(n * 1_000_000) }),
+        (0u64..9, any::<bool>())
+            .prop_map(|(n, held)| Event::Tick { now: BootNs(n * 1_000_000), held }),
+        Just(Event::Held { what: "kill".into() }),
     ];
     prop_oneof![3 => fence, 3 => work, 2 => rest]
 }

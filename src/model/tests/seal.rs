@@ -43,7 +43,7 @@ fn busy() -> Event {
 }
 
 fn tick(at: u64) -> Event {
-    Event::Tick { now: BootNs(at) }
+    Event::Tick { now: BootNs(at), held: false }
 }
 
 fn sealed() -> Event {

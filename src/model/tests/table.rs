@@ -106,7 +106,7 @@ fn failed(what: &str) -> Event {
 }
 
 fn tick() -> Event {
-    Event::Tick { now: BootNs(10) }
+    Event::Tick { now: BootNs(10), held: false }
 }
 
 fn recovered(lease_good: bool, fence_stamped: bool) -> Event {
@@ -191,7 +191,7 @@ fn a_fence_meets_a_busy_overlay() {
     then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
     then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
     then(&mut s, busy(), State::Fenced, &[Effect::Show]);
-    then(&mut s, Event::Tick { now: BootNs(9) }, State::Fenced, &[Effect::ReadOnly]);
+    then(&mut s, Event::Tick { now: BootNs(9), held: false }, State::Fenced, &[Effect::ReadOnly]);
     then(&mut s, tick(), State::Fenced, &[Effect::Kill]);
     then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
     then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
@@ -226,7 +226,7 @@ fn a_freeze_that_was_proved_is_not_asked_again_and_keeps_its_time() {
     then(&mut s, lost(false), State::Fencing, &[FENCE, Effect::Show]);
     then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
     then(&mut s, Event::Frozen { proof: proof(7) }, State::Fencing, &[]);
-    then(&mut s, Event::Tick { now: BootNs(9) }, State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, Event::Tick { now: BootNs(9), held: false }, State::Fencing, &[Effect::ReadOnly]);
     assert_eq!(s.facts.0.get(&Fact::Frozen), Some(&proof(1)));
 }
 
@@ -550,6 +550,35 @@ fn a_drained_session_leaves_nothing_but_its_upper() {
     then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
     then(&mut s, self::read_only(), State::Fenced, &[Effect::ProveGone]);
     then(&mut s, gone(), State::Preserved, &[]);
+}
+
+/// The breaker: what is asked for waits, and nothing else does.
+#[test]
+fn an_open_breaker_keeps_kill_and_removal_back() {
+    let held = || Event::Tick { now: BootNs(10), held: true };
+    let mut s = session(State::Active);
+    then(&mut s, asked(Fact::Killed, None), State::Fencing, &[FENCE, revoke(), Effect::Show]);
+    then(&mut s, held(), State::Fencing, &[FENCE]);
+    then(&mut s, frozen(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, held(), State::Fencing, &[Effect::ReadOnly]);
+    then(&mut s, read_only(), State::Fenced, &[Effect::Kill]);
+    let news = step(&mut s, &Event::Held { what: "kill".into() });
+    assert!(news.record && news.effects.is_empty());
+    assert!(s.trouble.as_deref().unwrap().contains("breaker"), "{:?}", s.trouble);
+    assert!(!step(&mut s, &Event::Held { what: "kill".into() }).record, "once is enough");
+    then(&mut s, held(), State::Fenced, &[]);
+    then(&mut s, tick(), State::Fenced, &[Effect::Kill]);
+    then(&mut s, killed(), State::Fenced, &[Effect::ReadOnly]);
+    then(&mut s, read_only(), State::Preserved, &[Effect::Show]);
+
+    let discard = || Disposition::Discard { who: "op".into() };
+    then(&mut s, Event::Disposed { disposition: discard() }, State::Deleting, &[Effect::Kill]);
+    for _ in 0..=MAX_TRIES {
+        then(&mut s, Event::Held { what: "remove".into() }, State::Deleting, &[]);
+        then(&mut s, held(), State::Deleting, &[]);
+    }
+    assert_eq!(s.tries, 0, "waiting is no failed removal");
+    then(&mut s, tick(), State::Deleting, &[Effect::ProveGone]);
 }
 
 #[test]

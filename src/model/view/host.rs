@@ -29,6 +29,34 @@ pub struct Drained {
     pub left: Vec<SessionView>,
 }
 
+/// The breaker.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct BreakerView {
+    /// Whether nothing is killed or removed now.
+    pub open: bool,
+    /// Since when (RFC 3339).
+    pub since: Option<String>,
+    /// Why.
+    pub why: Option<String>,
+    /// Leases lost within a minute when it opened.
+    pub lost: u64,
+    /// Of so many sessions that were let write.
+    pub of: u64,
+    /// It was opened by doubt alone, and closes once the authority has answered for each session in
+    /// `waiting`; else `breaker reset` closes it.
+    pub closes_by_itself: bool,
+    /// Doubted sessions for which the authority has not answered since.
+    pub waiting: Vec<String>,
+}
+
+/// `breaker reset`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ResetBreaker {
+    /// Why it may be closed; goes into the evidence.
+    pub reason: String,
+}
+
 /// `preserved export`.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -153,6 +181,9 @@ pub struct StatusView {
     /// Whether sessions are being taken down and new ones refused.
     #[serde(default)]
     pub draining: bool,
+    /// Why the breaker is open: nothing is killed or removed. Absent while it is closed.
+    #[serde(default)]
+    pub breaker: Option<String>,
     /// `sqlite`.
     pub authority: String,
     /// Whether the authority answers, or why not.

@@ -1,0 +1,121 @@
+//! How late the keeper freezes with the agent killed, idle and beside many processes that want the
+//! processor.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt as _;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use overfence::kernel::{clock, launch};
+use overfence::model::time::BootNs;
+
+use crate::figures::{Samples, heading, text};
+use crate::host::Place;
+use crate::rig::{Rig, Sleepers};
+
+const WAVES: usize = 3;
+const N: usize = 100;
+const HOGS: usize = 400;
+/// Long enough to open all and to start the hogs before the first deadline.
+const TTL: Duration = Duration::from_secs(20);
+const LOOK: Duration = Duration::from_micros(100);
+
+pub fn run(place: &Place) {
+    for hogs in [0, HOGS] {
+        heading(&format!(
+            "keeper alone, agent killed, {hogs} CPU hogs: from the deadline to frozen 1"
+        ));
+        let mut all = Vec::new();
+        for wave in 0..WAVES {
+            all.extend(lateness(place, &format!("k{hogs}-{wave}"), hogs));
+        }
+        let all = Samples::new(all);
+        all.line("seen by a SCHED_FIFO watcher (target p99 < 5 ms)");
+        println!("  p99 {} of 5 ms", text(all.p(99)));
+    }
+}
+
+fn lateness(place: &Place, name: &str, hogs: usize) -> Vec<Duration> {
+    let mut rig = Rig::named(place, name);
+    rig.host.start_keeper();
+    let mut sleepers = Sleepers::default();
+    let sessions: Vec<_> = (0..N)
+        .map(|i| {
+            let opened = rig.open(&format!("w{i}"), TTL, None);
+            sleepers.add_to(&opened.session);
+            (rig.deadline(&opened.session.id), opened.session.cgroup.path().unwrap())
+        })
+        .collect();
+    let hogs = Hogs::new(place, hogs);
+    rig.host.kill_agent();
+    let first = sessions.iter().map(|(at, _)| *at).min().unwrap();
+    assert!(clock::now() < first, "a deadline passed before the agent was killed: a slow machine");
+    let files: Vec<_> = sessions
+        .iter()
+        .map(|(at, cgroup)| (*at, File::open(cgroup.join("cgroup.events")).unwrap()))
+        .collect();
+    let late = std::thread::scope(|scope| scope.spawn(|| watch(files)).join().unwrap());
+    drop(hogs);
+    rig.host.stop();
+    late
+}
+
+/// Above the keeper's priority, and asleep nearly always: what it reads is not what it delays.
+fn watch(mut left: Vec<(BootNs, File)>) -> Vec<Duration> {
+    if launch::schedule_fifo(60).is_err() {
+        println!("  no real-time scheduling here: the watcher itself may be late");
+    }
+    let mut late = Vec::new();
+    let mut buffer = [0; 64];
+    let end = clock::now().plus(TTL * 2);
+    while !left.is_empty() {
+        assert!(clock::now() < end, "{} of {N} were never frozen", left.len());
+        // Only those whose time has come or is about to.
+        let soon = clock::now().plus(Duration::from_millis(2));
+        left.retain(|(at, file)| {
+            if *at > soon {
+                return true;
+            }
+            let len = file.read_at(&mut buffer, 0).unwrap();
+            let frozen = buffer[..len].windows(8).any(|w| w == b"frozen 1");
+            if frozen {
+                let now = clock::now();
+                assert!(now >= *at, "frozen before its deadline");
+                late.push(now.since(*at));
+            }
+            !frozen
+        });
+        std::thread::sleep(LOOK);
+    }
+    late
+}
+
+/// Processes that want the processor all the time, in a cgroup of their own; ended by pid.
+struct Hogs(Vec<Child>);
+
+impl Hogs {
+    fn new(place: &Place, n: usize) -> Self {
+        let cgroup = place.cgroup.join("hogs");
+        fs::create_dir_all(&cgroup).unwrap();
+        let start = |_| {
+            Command::new("/bin/sh")
+                .args(["-c", "echo $$ > \"$1\"; while :; do :; done", "sh"])
+                .arg(cgroup.join("cgroup.procs"))
+                .stdin(Stdio::null())
+                .spawn()
+                .unwrap()
+        };
+        Self((0..n).map(start).collect())
+    }
+}
+
+impl Drop for Hogs {
+    fn drop(&mut self) {
+        for hog in &mut self.0 {
+            let _ = hog.kill();
+        }
+        for hog in &mut self.0 {
+            let _ = hog.wait();
+        }
+    }
+}

@@ -225,6 +225,7 @@ fn claim(db: &rusqlite::Connection, key: &overfence::store::keys::RecordKey, s: 
         max_lifetime: Duration::from_secs(3600),
         force: Some("claimed".to_owned()),
         only_at: None,
+        seen: Default::default(),
     };
     let now = BootInstant { boot: clock::boot_id().unwrap(), ns: clock::now() };
     let (claimed, _) = known.acquire(&wish, &now).unwrap();

@@ -148,6 +148,17 @@ fn json_alone(place: &Place) {
     let back = id_of(&asked.of("bundle apply", &[&[&*bundle], &by[..]].concat()));
     asked.of("session close", &[&back, "--checkpoint"]);
 
+    assert_eq!(asked.of("workspace verify", &["-w", "w"])["ok"], true);
+    asked.of("workspace revert", &["-w", "w", "--to", "1"]);
+    let tree = host.dir.join("tree");
+    std::fs::create_dir(&tree).unwrap();
+    asked.of("workspace import", &["-w", "y", "--directory", tree.to_str().unwrap()]);
+    asked.of("workspace create", &["x"]);
+    assert_eq!(asked.of("workspace hold", &["-w", "x", "--reason", "a test"])["hold"], "a test");
+    let accept = ["-w", "x", "--accept-generation", "3", "--reason", "a test"];
+    assert_eq!(asked.of("workspace repair", &accept)["generation"], 3);
+    asked.of("workspace delete", &["-w", "x", "--yes"]);
+
     asked.of("gc", &["--dry-run"]);
     assert!(asked.of("evidence show", &["--last", "3"]).as_array().unwrap().len() == 3);
     asked.of("evidence verify", &[]);

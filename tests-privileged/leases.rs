@@ -11,6 +11,7 @@ use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
     vec![
+        Test { name: "run_ends_with_lease_lost_however_it_is_lost", run: run_lost },
         Test { name: "i9_a_silent_authority_is_doubt_then_frozen_then_resumed", run: doubt },
         Test { name: "i9_a_doubted_session_that_was_claimed_stays_fenced", run: claimed },
         Test { name: "ttl_bounds_are_refused", run: bounds },
@@ -252,6 +253,9 @@ fn process_holder(place: &Place) {
     assert_eq!(run.wait().unwrap().code(), Some(125));
     let words = std::fs::read_to_string(&words).unwrap();
     assert!(words.contains("lease_lost"), "{words}");
+    // It says what is kept, and where.
+    let kept = path_of(&view, "upper").display().to_string();
+    assert!(words.contains(&format!("is kept in {kept}")) && words.contains(&id), "{words}");
     // A stopped writer is there still: the end of its client did not hang it up.
     assert!(std::path::Path::new(&format!("/proc/{pid}")).exists());
     let events = std::fs::read_to_string(path_of(&view, "cgroup").join("cgroup.events")).unwrap();
@@ -405,4 +409,44 @@ fn whole_job(place: &Place) {
     assert_eq!(unknown.status.code(), Some(125), "{unknown:?}");
     host.must(&["preserved", "discard", kept[0]["session"].as_str().unwrap(), "--yes"]);
     assert_eq!(host.must(&["session", "list"]), Value::Array(vec![]));
+}
+
+/// `run` whose lease is taken away, by three ways, while its command runs or just as it ends: 125, the
+/// code, and where the bytes are; nothing is published.
+fn run_lost(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let ways: [(&str, &[&str]); 3] = [
+        ("fence", &["fence", "-w", "w", "--reason", "test", "--wait"]),
+        ("takeover", &["session", "open", "-w", "w", "--force", "--owner", "b"]),
+        ("hold", &["workspace", "hold", "-w", "w", "--reason", "test"]),
+    ];
+    for (name, lose) in ways {
+        let words = host.dir.join(format!("{name}.err"));
+        let script = "echo mine > f; while [ ! -e go ]; do sleep 0.05; done";
+        let args = ["run", "-w", "w", "--create", "--owner", name, "--", "sh", "-c", script];
+        let mut run =
+            cli(&host, &args).stderr(std::fs::File::create(&words).unwrap()).spawn().unwrap();
+        let mine = || {
+            let all = host.must(&["session", "list"]);
+            all.as_array().unwrap().iter().find(|s| s["owner"] == name).cloned()
+        };
+        wait(paced(Duration::from_secs(20)), "a command that wrote", || {
+            mine().is_some_and(|view| path_of(&view, "upper").join("f").exists())
+        });
+        let view = mine().unwrap();
+        let answer = host.must(lose);
+        assert_eq!(run.wait().unwrap().code(), Some(125), "{name}");
+        let words = std::fs::read_to_string(&words).unwrap();
+        let upper = path_of(&view, "upper");
+        for part in ["lease_lost", view["id"].as_str().unwrap(), &upper.display().to_string()] {
+            assert!(words.contains(part), "{name}: no {part}: {words}");
+        }
+        assert_eq!(std::fs::read_to_string(upper.join("f")).unwrap(), "mine\n");
+        assert_eq!(host.must(&["workspace", "status", "w"])["version"], 0, "{name}");
+        if name == "takeover" {
+            host.must(&["session", "close", &id_of(&answer)]);
+        }
+        host.must(&["preserved", "discard", view["id"].as_str().unwrap(), "--yes"]);
+    }
 }

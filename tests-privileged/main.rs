@@ -13,6 +13,7 @@ mod breakers;
 mod bring_back;
 mod confinement;
 mod container;
+mod content;
 mod contract;
 mod daemon;
 mod delta;
@@ -35,6 +36,7 @@ mod races;
 mod rebase;
 mod restart;
 mod rig;
+mod rollback;
 mod room;
 mod round_trip;
 mod runbook;
@@ -64,6 +66,8 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("openapi", openapi::tests()),
         ("contract", contract::tests()),
         ("restart", restart::tests()),
+        ("rollback", rollback::tests()),
+        ("content", content::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("delta", delta::tests()),

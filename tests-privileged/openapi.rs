@@ -220,6 +220,18 @@ fn served(place: &Place) {
     api.good("post", "/v1/sessions/{id}/close", &back, "", json!({ "mode": "discard" }));
     let other = id_of(&api.good("post", "/v1/sessions", "", "", json!({ "workspace": "w" })));
     api.good("post", "/v1/sessions/{id}/close", &other, "", json!({ "mode": "discard" }));
+    api.good("post", "/v1/workspaces", "", "", json!({ "id": "x" }));
+    api.good("post", "/v1/workspaces/{id}/verify", "w", "", none.clone());
+    api.good("post", "/v1/workspaces/{id}/revert", "w", "", json!({ "to": 0 }));
+    std::fs::create_dir(api.host.dir.join("tree")).unwrap();
+    let tree = api.host.dir.join("tree").display().to_string();
+    let import = json!({ "about": { "id": "y", "lowers": [tree] } });
+    api.good("post", "/v1/import", "", "", import);
+    let why = json!({ "reason": "test" });
+    api.good("post", "/v1/workspaces/{id}/hold", "x", "", why);
+    let why = json!({ "reason": "test", "accept_generation": 3 });
+    api.good("post", "/v1/workspaces/{id}/repair", "x", "", why);
+    api.good("post", "/v1/workspaces/{id}/delete", "x", "", none.clone());
     for path in [
         "/v1/evidence",
         "/v1/evidence/verify",
@@ -279,6 +291,7 @@ fn refused(place: &Place) {
                 "AssignRequest" => json!({ "key": "k", "assignee": "x" }),
                 "AssignPublication" => json!({ "assignee": "x" }),
                 "ReadmitSession" => json!({ "authorised_by": "x", "reason": "x" }),
+                "HoldWorkspace" | "RepairWorkspace" => json!({ "reason": "x" }),
                 _ => json!({}),
             };
             let code = ask(&template.replace("{id}", "0123"), &body.to_string());

@@ -30,13 +30,13 @@ const SECTION: &str = "## Handle a stale writer\n";
 
 /// A fenced code block, and the heading that it stands below.
 #[derive(Debug)]
-struct Block {
-    heading: String,
-    script: String,
+pub struct Block {
+    pub heading: String,
+    pub script: String,
 }
 
 /// The shell blocks of a section, in order. What is an example and not run is marked as text.
-fn blocks(section: &str) -> Vec<Block> {
+pub fn blocks(section: &str) -> Vec<Block> {
     let (_, section) = DOCUMENT.split_once(section).expect("the section is there");
     let (mut heading, mut open, mut found) = (String::new(), false, Vec::<Block>::new());
     let mut example = false;

@@ -24,7 +24,7 @@ use crate::model::journal::Journal;
 use crate::model::lease::LeaseState;
 use crate::model::session::{Disposition, Loss, Session, State};
 use crate::model::step::{Effect, Event, Published, Purpose};
-use crate::model::workspace::{KeyState, Publish, Refusal};
+use crate::model::workspace::{KeyState, Publish, Refusal, Seen};
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Captured, Source, Writers};
 use crate::upper::lowers::Lowers;
@@ -387,8 +387,12 @@ impl Host {
         failpoint::lost("authority.publish.before")?;
         let answer = self.authority.publish(wish, Box::new(rider)).map_err(text)?;
         failpoint::lost("authority.publish.after")?;
-        if let Err(refusal) = &answer {
-            self.metrics.refused(refusal.code);
+        match &answer {
+            Ok(at) => {
+                let seen = Seen { generation: s.generation, version: at.version };
+                self.note_published(&s.workspace, seen);
+            }
+            Err(refusal) => self.metrics.refused(refusal.code),
         }
         Ok(answer)
     }

@@ -48,6 +48,7 @@ mod tell;
 mod users;
 mod view;
 mod watch;
+mod witness;
 
 pub use handle::{Agent, Sign};
 pub use host::SessionSocket;

@@ -260,6 +260,7 @@ impl Host {
             max_lifetime: wish.max_lifetime,
             force: wish.force.then(|| format!("taken over by {} with --force", wish.owner)),
             only_at: wish.seed.as_ref().map(|seed| seed.at.clone()),
+            seen: self.store.marks().highest(&wish.workspace),
         };
         let mut made = None;
         let rider = |outcome: &Result<Acquired, Refusal>| match outcome {
@@ -282,7 +283,8 @@ impl Host {
         let acquired = self
             .authority
             .acquire(&ask, Box::new(rider))
-            .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))??;
+            .map_err(|e| Failure::new(Code::AuthorityUnavailable, text(e)))?
+            .inspect_err(|refusal| self.held_by_acquisition(&ask, refusal))?;
         let session =
             made.ok_or_else(|| Failure::new(Code::Internal, "the acquisition wrote no record"))?;
         Ok((session, acquired))
@@ -340,9 +342,9 @@ impl Host {
     ) -> Result<impl Future<Output = Result<(), Failure>> + use<>, Failure> {
         let failed = |why| Failure::new(Code::AuthorityUnavailable, why);
         let store = Arc::clone(&self.store);
-        let (workspace, generation) = (slot.workspace.clone(), slot.lock().session.generation);
-        store.note_mark(&workspace, generation).map_err(|e| failed(text(e)))?;
-        let raised = self.runtime.spawn_blocking(move || store.raise_mark(&workspace, generation));
+        let (workspace, seen) = (slot.workspace.clone(), slot.lock().session.seen());
+        store.note_mark(&workspace, seen).map_err(|e| failed(text(e)))?;
+        let raised = self.runtime.spawn_blocking(move || store.raise_mark(&workspace, seen));
         Ok(
             async move {
                 raised.await.map_err(text).and_then(|done| done.map_err(text)).map_err(failed)
@@ -412,7 +414,7 @@ impl Host {
     /// looked for us, and we are known before we look at the mark.
     fn still_newest(&self, slot: &Slot) -> Result<(), Failure> {
         let own = slot.session();
-        if self.store.marks().highest(&own.workspace) == own.generation {
+        if self.store.marks().highest(&own.workspace).generation == own.generation {
             return Ok(());
         }
         Err(super::handle::denied(&own, Code::StaleGeneration))
@@ -433,6 +435,7 @@ impl Host {
         let s = slot.session();
         let dirs = remove::create(&self.paths.sessions, s.id, s.upper)
             .map_err(|e| Failure::new(e.code(), text(e)))?;
+        super::witness::note(&dirs.root, &s).map_err(io("note the generation"))?;
         if let (Some(image), Some(size)) = (&dirs.image, s.upper.size()) {
             self.make_image(image, size.0)?;
         }

@@ -3,7 +3,7 @@
 //! ```text
 //! <state>/                       0700, durable
 //!   overfence.db                 authority and store
-//!   sessions/<id>/{upper,work,merged,marker}
+//!   sessions/<id>/{upper,work,merged,marker}  holds -> "<generation> <workspace>"
 //!   layers/  bundles/  exports/  trash/  etc/  empty/
 //! <runtime>/                     0755, of this boot
 //!   overfence.sock  deadlines  cell

@@ -1,7 +1,6 @@
 //! Starting: adopt what runs, freeze what is stale, finish or roll back what was half done.
 //!
-//! 1. store, keys, high-water marks: an authority that answers below a mark puts the workspace on
-//!    HOLD; 2. each session's cgroup, overlay and deadline entry are looked at; 3. every session is
+//! 1. store, keys, witnesses: an authority that answers below one puts the workspace on HOLD; 2. each session's cgroup, overlay and deadline entry are looked at; 3. every session is
 //!    stepped with what was found: everything stale has `freeze=1` written when this returns, and
 //!    READY may be said; proofs and removals follow by the sessions' workers.
 
@@ -21,7 +20,6 @@ use crate::model::session::{Session, State};
 use crate::model::step::{Event, Found, Purpose};
 use crate::model::time::BootNs;
 use crate::store::Durability;
-use crate::store::marks::Below;
 use crate::upper::bundle;
 use crate::upper::remove::{self, SessionDirs};
 
@@ -39,6 +37,8 @@ pub struct Started {
 impl Host {
     /// Everything up to READY.
     pub fn recover(self: &Arc<Self>) -> Result<Started, String> {
+        // Before anything is appended to the chain that is to be compared.
+        let gap = self.store.against_anchor().map_err(text)?;
         if let Err(fault) = self.record_start() {
             // A disk that is full to the last byte is no reason to leave what runs without an agent.
             if !self.store.reserve().space().short() {
@@ -46,7 +46,12 @@ impl Host {
             }
             tracing::error!("the start is not recorded: {fault}");
         }
-        self.check_marks()?;
+        if let Err(fault) = self.check_witnesses(gap) {
+            if !self.store.reserve().space().short() {
+                return Err(fault);
+            }
+            tracing::error!("the witnesses were not all heard: {fault}");
+        }
         // Before any session's worker does the same.
         let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
         self.layers.sweep().map_err(text)?;
@@ -80,6 +85,7 @@ impl Host {
                         unreadable.why
                     );
                     self.freeze_unreadable(&unreadable.id, &entries);
+                    self.hold_for_session(&unreadable.id);
                 }
             }
         }
@@ -143,23 +149,6 @@ impl Host {
             .map_err(text)
     }
 
-    /// I2: an authority below a high-water mark is not believed.
-    fn check_marks(&self) -> Result<(), String> {
-        let known = self.authority.list().map_err(text)?;
-        for Below { workspace, seen, found } in self.store.marks().check(&known) {
-            let why = format!(
-                "the authority answers generation {found}, but {seen} was seen on this host"
-            );
-            tracing::error!(OVERFENCE_WORKSPACE = %workspace, "HOLD: {why}");
-            // A record that does not even verify cannot be marked; every verb on it is refused as it
-            // is. The other workspaces go on.
-            if let Err(fault) = self.authority.hold(&workspace, &why) {
-                tracing::error!(OVERFENCE_WORKSPACE = %workspace, "{}", text(fault));
-            }
-        }
-        Ok(())
-    }
-
     fn recover_one(self: &Arc<Self>, s: Session, entries: &[Entry]) -> Arc<Slot> {
         let deadline = entries.iter().find_map(|entry| match entry {
             Entry::Valid(d) if d.session == s.id && d.generation == s.generation => {
@@ -216,6 +205,8 @@ impl Host {
                 live && w.generation == s.generation && w.hold.is_none()
             }
             Ok(None) => false,
+            // It does not verify: the workspace is on HOLD.
+            Err(crate::authority::Error::NotBelieved { .. }) => false,
             Err(fault) => {
                 self.authority_answers(Some(&text(fault)));
                 true

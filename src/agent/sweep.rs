@@ -142,6 +142,7 @@ fn ledger(host: &Host) -> Result<(), String> {
 }
 
 fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(), String> {
+    host.store.marks().flush().map_err(text)?;
     host.store.anchor().map_err(text)?;
     // What the authority does not answer now keeps no session from being looked at.
     if let Err(why) = ledger(host) {

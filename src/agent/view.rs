@@ -113,6 +113,7 @@ impl Host {
             version: w.at.version.0,
             head: w.at.head.0.clone(),
             generation: w.generation.0,
+            generation_seen: self.store.marks().highest(&w.id).generation.max(w.generation).0,
             lease: w.lease.as_ref().map(|l| self.lease_view(w, l)),
             writer_session: live.map(|l| l.session.to_string()),
             may_publish: live.is_some(),

@@ -152,6 +152,7 @@ mod tests {
                 lease_state: None,
                 generation: Generation(7),
                 at: Default::default(),
+                hold: Some("why".into()),
             };
             let sent = Failure {
                 current: Some(Box::new(current)),

@@ -1,6 +1,6 @@
 //! The verbs of the ledger: publications before and after they are answered, and external requests.
 
-use super::verbs::{Backend, Outcome, Rows, finish};
+use super::verbs::{Backend, Outcome, Rows, finish, loaded};
 use super::{
     Answer, Code, Error, Happening, KeyState, Owner, PublicationKey, Publish, Refusal, Rider,
     WorkspaceId, unknown,
@@ -211,7 +211,11 @@ pub(super) fn state_of(
 
 fn enter(rows: &mut dyn Rows, wish: &Publish, owner: &Owner, stage: KeyState) -> Outcome<()> {
     let now = rows.wall().to_string();
-    let Some(workspace) = rows.load(&wish.workspace)? else { return Ok(Err(unknown())) };
+    let workspace = match loaded(rows, &wish.workspace)? {
+        Ok(Some(workspace)) => workspace,
+        Ok(None) => return Ok(Err(unknown())),
+        Err(refusal) => return Ok(Err(refusal)),
+    };
     let row = rows.publication(&wish.workspace, wish.key)?;
     if row.as_ref().is_some_and(|row| !row.may_become(wish)) {
         return Ok(Err(workspace.refuse(Code::KeyUsed)));

@@ -32,7 +32,7 @@ use crate::model::lease::{Lease, LeaseState};
 use crate::model::ledger::Unresolved;
 use crate::model::request::Settlement;
 use crate::model::workspace::{
-    Acquire, Acquired, Current, KeyState, Predecessor, Publish, Refusal, Workspace,
+    Acquire, Acquired, Current, KeyState, Predecessor, Publish, Refusal, Seen, Workspace,
 };
 use crate::store::Unreadable;
 
@@ -212,6 +212,9 @@ pub enum Happening {
         why: String,
         /// The generation it goes on from.
         generation: Generation,
+        /// The version and head it goes on from.
+        #[serde(default)]
+        at: HeadAt,
     },
 }
 
@@ -248,11 +251,12 @@ pub trait Authority: Ledger {
     /// The newest rows of a workspace's history, newest first.
     fn history(&self, id: &WorkspaceId, limit: usize) -> Result<Vec<HistoryRow>, Error>;
 
-    /// Grants a lease with a new generation.
+    /// Grants a lease with a new generation. A workspace below what the wish's witnesses saw is put
+    /// on HOLD in the same transaction, and refused.
     fn acquire(&self, wish: &Acquire, rider: Rider<'_, Acquired>) -> Answer<Acquired>;
 
     /// Extends leases, all in one transaction that survives the agent's death but not a power
-    /// loss. A record that is not believed refuses its own renewal with `authority_unavailable`.
+    /// loss.
     fn renew(&self, batch: &[Renewal]) -> Result<Vec<Result<Lease, Refusal>>, Error>;
 
     /// Marks a lease as closing.
@@ -282,11 +286,20 @@ pub trait Authority: Ledger {
     ) -> Result<KeyState, Error>;
 
     /// Puts a workspace on HOLD. One the authority does not know gets a held tombstone, so that
-    /// nobody makes it again below a generation that was seen.
-    fn hold(&self, id: &WorkspaceId, why: &str) -> Result<(), Error>;
+    /// nobody makes it again below a generation that was seen. A record that does not verify is on
+    /// HOLD as it is: every rule refuses it with `workspace_held`.
+    fn hold(&self, id: &WorkspaceId, why: &str, rider: Rider<'_, ()>) -> Result<(), Error>;
 
-    /// Lifts a HOLD; the next generation is above `seen`, the highest any witness knows.
-    fn repair(&self, id: &WorkspaceId, seen: Generation, why: &str) -> Answer<Workspace>;
+    /// Lifts a HOLD; the next generation is above `seen`, the highest any witness knows. A record
+    /// that does not verify is made again from the workspace's history; refused with
+    /// `workspace_held` if that does not verify either. Labels and contact are lost with it.
+    fn repair(
+        &self,
+        id: &WorkspaceId,
+        seen: &Seen,
+        why: &str,
+        rider: Rider<'_, Workspace>,
+    ) -> Answer<Workspace>;
 }
 
 /// The record a creation gives.
@@ -300,9 +313,24 @@ fn created(old: Option<&Workspace>, new: &NewWorkspace) -> Result<Workspace, Ref
     let mut made = Workspace::new(new.id.clone(), new.owner.clone(), old);
     (made.contact, made.labels) = (new.contact.clone(), new.labels.clone());
     if !new.layers.is_empty() {
-        made.at = HeadAt { version: Version(1), head: Head(new.layers.clone()) };
+        let version = made.at.version.max(Version(1));
+        made.at = HeadAt { version, head: Head(new.layers.clone()) };
     }
     Ok(made)
+}
+
+/// The answer for a record that does not verify.
+fn not_believed(why: &str) -> Refusal {
+    let hold = format!("its record does not verify: {why}");
+    let current = Current {
+        owner: None,
+        session: None,
+        lease_state: None,
+        generation: Generation::NONE,
+        at: HeadAt::default(),
+        hold: Some(hold),
+    };
+    Refusal { code: Code::WorkspaceHeld, current: Some(current) }
 }
 
 fn unknown() -> Refusal {

@@ -209,8 +209,21 @@ impl Rows for Table<'_> {
 mod tests {
     use super::*;
     use crate::authority::conformance::{Fixture, TestClock, run};
-    use crate::authority::{Authority, Ledger as _, NewWorkspace, no_rider};
+    use crate::authority::{
+        Authority, Code, Digest, Generation, LeaseId, Ledger as _, NewWorkspace, Publish, Refusal,
+        Renewal, Seen, SessionId, Version, no_rider,
+    };
     use crate::store::Paths;
+
+    fn named(id: &str) -> NewWorkspace {
+        NewWorkspace {
+            id: id.parse().unwrap(),
+            owner: "ann".parse().unwrap(),
+            contact: String::new(),
+            labels: Default::default(),
+            layers: vec![],
+        }
+    }
 
     struct Embedded {
         store: Arc<Store>,
@@ -302,6 +315,7 @@ mod tests {
             expected: HeadAt::default(),
             key: one,
             layer: Digest([1; 32]),
+            whole: None,
         };
         assert_eq!(authority.publish(&wish, no_rider()).unwrap().unwrap(), at);
         let other = Publish { layer: Digest([2; 32]), ..wish };
@@ -321,14 +335,7 @@ mod tests {
     fn an_altered_record_is_not_believed_and_the_others_are() {
         let host = embedded();
         for id in ["a", "b"] {
-            let new = NewWorkspace {
-                id: id.parse().unwrap(),
-                owner: "ann".parse().unwrap(),
-                contact: String::new(),
-                labels: Default::default(),
-                layers: vec![],
-            };
-            host.authority.create(&new, no_rider()).unwrap().unwrap();
+            host.authority.create(&named(id), no_rider()).unwrap().unwrap();
         }
         let other = rusqlite::Connection::open(host.dir.path().join("overfence.db")).unwrap();
         let altered = other
@@ -344,10 +351,22 @@ mod tests {
             matches!(&error, Error::NotBelieved { why } if why.contains("record a")),
             "{error}"
         );
-        assert!(matches!(host.authority.hold(&a, "x"), Err(Error::NotBelieved { .. })));
         assert!(host.authority.get(&b).unwrap().is_some());
         assert_eq!(host.authority.list().unwrap().len(), 1);
         assert_eq!(host.authority.unreadable().unwrap()[0].id, "a");
+        // It is on HOLD as it is: whatever rule is asked says so, with the reason.
+        let why = "its record does not verify";
+        let held = |refusal: Refusal| {
+            assert_eq!(refusal.code, Code::WorkspaceHeld);
+            assert!(refusal.to_string().contains(why), "{refusal}");
+        };
+        held(host.authority.create(&named("a"), no_rider()).unwrap().unwrap_err());
+        held(host.authority.delete(&a, "x", no_rider()).unwrap().unwrap_err());
+        let lease = LeaseId::from_u128(1);
+        held(host.authority.releasing(&a, lease, Generation(1)).unwrap().unwrap_err());
+        let renewal = Renewal { workspace: a.clone(), lease, generation: Generation(1) };
+        held(host.authority.renew(&[renewal]).unwrap().remove(0).unwrap_err());
+        host.authority.hold(&a, "x", no_rider()).unwrap();
         // A genuine record moved to another name is not believed either.
         other
             .execute_batch(
@@ -356,5 +375,39 @@ mod tests {
             )
             .unwrap();
         assert!(matches!(host.authority.get(&a), Err(Error::NotBelieved { .. })));
+        // A repair makes it again from its history; one without such a history stays as it is.
+        let seen = Seen { generation: Generation(7), version: Version(0) };
+        let repaired = host.authority.repair(&a, &seen, "looked", no_rider()).unwrap().unwrap();
+        assert_eq!((repaired.owner.as_str(), repaired.generation), ("ann", Generation(7)));
+        assert_eq!(host.authority.get(&a).unwrap(), Some(repaired));
+        other
+            .execute_batch("UPDATE workspaces SET mac = x'00'; UPDATE history SET mac = x'00'")
+            .unwrap();
+        held(host.authority.repair(&b, &seen, "looked", no_rider()).unwrap().unwrap_err());
+    }
+
+    #[test]
+    fn a_publication_whose_key_does_not_verify_puts_its_workspace_on_hold() {
+        let host = embedded();
+        host.authority.create(&named("a"), no_rider()).unwrap().unwrap();
+        let key = PublicationKey::from_u128(1);
+        let id: WorkspaceId = "a".parse().unwrap();
+        host.authority.resolve(&id, key, no_rider()).unwrap();
+        let other = rusqlite::Connection::open(host.dir.path().join("overfence.db")).unwrap();
+        other.execute_batch("UPDATE publications SET mac = x'00'").unwrap();
+        let wish = Publish {
+            workspace: id.clone(),
+            lease: LeaseId::from_u128(1),
+            generation: Generation(0),
+            session: SessionId::from_u128(1),
+            expected: Default::default(),
+            key,
+            layer: Digest([1; 32]),
+            whole: None,
+        };
+        let refusal = host.authority.publish(&wish, no_rider()).unwrap().unwrap_err();
+        assert_eq!(refusal.code, Code::WorkspaceHeld);
+        let hold = host.authority.get(&id).unwrap().unwrap().hold.unwrap();
+        assert!(hold.contains("does not verify"), "{hold}");
     }
 }

@@ -4,9 +4,9 @@ use super::ledger::{conclude, state_of, taken_over};
 use super::{
     Acquire, Acquired, Answer, Authority, Code, Error, Generation, Happening, HeadAt, HistoryRow,
     Journal, KeyState, Lease, LeaseId, LeaseState, NewWorkspace, PublicationKey, Publish, Refusal,
-    Renewal, Rider, Unreadable, Workspace, WorkspaceId, created, unknown,
+    Renewal, Rider, Seen, Unreadable, Workspace, WorkspaceId, created, not_believed, unknown,
 };
-use crate::model::ids::{InvalidId, RequestKey, TaskId};
+use crate::model::ids::{InvalidId, Owner, RequestKey, TaskId};
 use crate::model::ledger::{Publication, Which};
 use crate::model::request::Request;
 use crate::model::time::BootInstant;
@@ -56,6 +56,14 @@ pub(super) trait Backend: Send + Sync {
     ) -> Result<R, Error>;
 }
 
+/// The record of a workspace, if it is believed: one that is not is on HOLD as it is.
+pub(super) fn loaded(rows: &mut dyn Rows, id: &WorkspaceId) -> Outcome<Option<Workspace>> {
+    match rows.load(id) {
+        Err(Fault::Record { why, .. }) => Ok(Err(not_believed(&why))),
+        answer => answer.map(Ok),
+    }
+}
+
 /// Applies a rule to the workspace's record and saves what came out, if it changed.
 fn rule<T>(
     rows: &mut dyn Rows,
@@ -63,7 +71,11 @@ fn rule<T>(
     rule: impl FnOnce(&Workspace, &BootInstant) -> Ruled<T>,
 ) -> Outcome<T> {
     let now = rows.now();
-    let Some(old) = rows.load(id)? else { return Ok(Err(unknown())) };
+    let old = match loaded(rows, id)? {
+        Ok(Some(old)) => old,
+        Ok(None) => return Ok(Err(unknown())),
+        Err(refusal) => return Ok(Err(refusal)),
+    };
     match rule(&old, &now) {
         Err(refusal) => Ok(Err(refusal)),
         Ok((new, answer)) => {
@@ -85,7 +97,8 @@ pub(super) fn finish<T>(
 }
 
 fn create(rows: &mut dyn Rows, new: &NewWorkspace) -> Outcome<Workspace> {
-    let made = match created(rows.load(&new.id)?.as_ref(), new) {
+    let old = loaded(rows, &new.id)?;
+    let made = match old.and_then(|old| created(old.as_ref(), new)) {
         Err(refusal) => return Ok(Err(refusal)),
         Ok(made) => made,
     };
@@ -111,6 +124,13 @@ fn delete(rows: &mut dyn Rows, id: &WorkspaceId, why: &str) -> Outcome<()> {
 }
 
 fn acquire(rows: &mut dyn Rows, wish: &Acquire) -> Outcome<Acquired> {
+    if let Ok(old) = loaded(rows, &wish.workspace)? {
+        let found = old.as_ref().map(Workspace::seen).unwrap_or_default();
+        let held = old.is_some_and(|old| old.hold.is_some());
+        if let Some(why) = wish.seen.against(&found).filter(|_| !held) {
+            hold(rows, &wish.workspace, &why)?;
+        }
+    }
     let mut answer = rule(rows, &wish.workspace, |old, now| old.acquire(wish, now))?;
     if let Ok(acquired) = &mut answer {
         acquired.unresolved = taken_over(rows, &wish.workspace, acquired.lease.generation)?;
@@ -137,8 +157,21 @@ fn acquire(rows: &mut dyn Rows, wish: &Acquire) -> Outcome<Acquired> {
     Ok(answer)
 }
 
+/// What the key's row says does not verify: the workspace goes on HOLD, and the row stays as it is.
+fn doubted(rows: &mut dyn Rows, wish: &Publish, why: &str) -> Outcome<HeadAt> {
+    if let Err(refusal) = loaded(rows, &wish.workspace)? {
+        return Ok(Err(refusal));
+    }
+    let why = format!("what became of publication {} does not verify: {why}", wish.key);
+    hold(rows, &wish.workspace, &why)?;
+    rule(rows, &wish.workspace, |old, _| Err(old.refuse(Code::WorkspaceHeld)))
+}
+
 fn publish(rows: &mut dyn Rows, wish: &Publish) -> Outcome<HeadAt> {
-    let (row, state) = state_of(rows, &wish.workspace, wish.key)?;
+    let (row, state) = match state_of(rows, &wish.workspace, wish.key) {
+        Err(Fault::Record { why, .. }) => return doubted(rows, wish, &why),
+        answer => answer?,
+    };
     // The same key with other content: whatever the row says, it is not this one's answer.
     let other = row.as_ref().is_some_and(|row| !row.is_about(wish));
     let answer = rule(rows, &wish.workspace, |old, now| match other {
@@ -197,48 +230,85 @@ fn resolve(rows: &mut dyn Rows, id: &WorkspaceId, key: PublicationKey) -> Result
 }
 
 fn renew_one(rows: &mut dyn Rows, one: &Renewal) -> Outcome<Lease> {
-    match rule(rows, &one.workspace, |old, now| old.renew(one.lease, one.generation, now)) {
-        Err(Fault::Record { .. }) => {
-            Ok(Err(Refusal { code: Code::AuthorityUnavailable, current: None }))
-        }
-        answer => answer,
-    }
+    rule(rows, &one.workspace, |old, now| old.renew(one.lease, one.generation, now))
 }
 
 fn hold(rows: &mut dyn Rows, id: &WorkspaceId, why: &str) -> Result<(), Fault> {
-    let old = match rows.load(id)? {
-        Some(old) if old.hold.as_deref() == Some(why) => return Ok(()),
-        Some(old) => old,
-        None => {
-            let nobody = "unknown".parse().map_err(|e: InvalidId| Fault::Record {
-                table: "workspaces",
-                id: id.to_string(),
-                why: e.to_string(),
-            })?;
-            Workspace { deleted: true, ..Workspace::new(id.clone(), nobody, None) }
-        }
+    let old = match loaded(rows, id)? {
+        Ok(Some(old)) if old.hold.as_deref() == Some(why) => return Ok(()),
+        Ok(Some(old)) => old,
+        Ok(None) => Workspace { deleted: true, ..Workspace::new(id.clone(), nobody(id)?, None) },
+        Err(_) => return rows.log(id, Happening::Held { why: why.to_owned() }),
     };
     rows.save(&old.held(why))?;
     rows.log(id, Happening::Held { why: why.to_owned() })
 }
 
-fn repair(
-    rows: &mut dyn Rows,
-    id: &WorkspaceId,
-    seen: Generation,
-    why: &str,
-) -> Outcome<Workspace> {
-    let answer = rule(rows, id, |old, _| {
-        // A lease below `seen` is stale from here on: its generation is no longer the highest.
-        let generation = old.generation.max(seen);
-        let new = Workspace { hold: None, generation, ..old.clone() };
-        Ok((new.clone(), new))
-    })?;
-    if let Ok(new) = &answer {
-        let (why, generation) = (why.to_owned(), new.generation);
-        rows.log(id, Happening::Repaired { why, generation })?;
+fn nobody(id: &WorkspaceId) -> Result<Owner, Fault> {
+    "unknown".parse().map_err(|e: InvalidId| Fault::Record {
+        table: "workspaces",
+        id: id.to_string(),
+        why: e.to_string(),
+    })
+}
+
+/// The record as the history tells it: what was made, published and repaired last.
+fn retold(rows: &mut dyn Rows, id: &WorkspaceId) -> Outcome<Workspace> {
+    let told = match rows.rows(id, usize::MAX) {
+        Err(Fault::Record { why, .. }) => {
+            return Ok(Err(not_believed(&format!("nor does its history: {why}"))));
+        }
+        told => told?,
+    };
+    let mut made = Workspace::new(id.clone(), nobody(id)?, None);
+    let mut known = false;
+    for row in told.into_iter().rev() {
+        match row.what {
+            Happening::Created { owner, generation, at } => {
+                let old = made.generation.max(generation);
+                made = Workspace { at, generation: old, ..Workspace::new(id.clone(), owner, None) };
+                known = true;
+            }
+            Happening::Published { at, .. } => made.at = at,
+            Happening::Acquired { generation, .. } => {
+                made.generation = made.generation.max(generation);
+            }
+            Happening::Repaired { generation, at, .. } => {
+                made.generation = made.generation.max(generation);
+                // A row of before repairs told the head has none.
+                if at.version > made.at.version {
+                    made.at = at;
+                }
+            }
+            Happening::Deleted { .. } => made.deleted = true,
+            Happening::Refused { .. }
+            | Happening::Buried { .. }
+            | Happening::Held { .. }
+            | Happening::Begun { .. }
+            | Happening::Settled { .. }
+            | Happening::Assigned { .. } => {}
+        }
     }
-    Ok(answer)
+    match known {
+        true => Ok(Ok(made)),
+        false => Ok(Err(not_believed("nor does its history say how it was made"))),
+    }
+}
+
+fn repair(rows: &mut dyn Rows, id: &WorkspaceId, seen: &Seen, why: &str) -> Outcome<Workspace> {
+    let old = match loaded(rows, id)? {
+        Ok(Some(old)) => old,
+        Ok(None) => return Ok(Err(unknown())),
+        Err(_) => match retold(rows, id)? {
+            Ok(old) => old,
+            Err(refusal) => return Ok(Err(refusal)),
+        },
+    };
+    let new = old.repaired(seen);
+    rows.save(&new)?;
+    let (why, generation, at) = (why.to_owned(), new.generation, new.at.clone());
+    rows.log(id, Happening::Repaired { why, generation, at })?;
+    Ok(Ok(new))
 }
 
 impl<B: Backend> Authority for B {
@@ -328,11 +398,23 @@ impl<B: Backend> Authority for B {
         })
     }
 
-    fn hold(&self, id: &WorkspaceId, why: &str) -> Result<(), Error> {
-        self.transact(Durability::Full, |rows| hold(rows, id, why))
+    fn hold(&self, id: &WorkspaceId, why: &str, rider: Rider<'_, ()>) -> Result<(), Error> {
+        self.transact(Durability::Full, |rows| {
+            hold(rows, id, why)?;
+            rows.journal(&rider(&Ok(())))
+        })
     }
 
-    fn repair(&self, id: &WorkspaceId, seen: Generation, why: &str) -> Answer<Workspace> {
-        self.transact(Durability::Full, |rows| repair(rows, id, seen, why))
+    fn repair(
+        &self,
+        id: &WorkspaceId,
+        seen: &Seen,
+        why: &str,
+        rider: Rider<'_, Workspace>,
+    ) -> Answer<Workspace> {
+        self.transact(Durability::Full, |rows| {
+            let answer = repair(rows, id, seen, why)?;
+            finish(rows, rider, answer)
+        })
     }
 }

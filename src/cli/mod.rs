@@ -6,6 +6,7 @@
 mod breaker;
 mod bundle;
 mod config;
+mod content;
 mod context;
 mod daemons;
 mod demo;
@@ -16,6 +17,7 @@ mod drain;
 mod evidence;
 mod fence;
 mod gc;
+mod hold;
 mod lease;
 mod parse;
 mod preserved;

@@ -242,7 +242,8 @@ fn close(
                 Some(_) => format!("{}; {}", failure.message, whereabouts(&view)),
                 None => format!("{}; session {id} is {} still", failure.message, view.state),
             };
-            return Err(Failure { message, ..failure });
+            let code = lost_code(failure.code);
+            return Err(Failure { code, message, ..failure });
         }
     };
     let word = match (mode, closed.loss.is_some()) {
@@ -258,6 +259,19 @@ fn close(
     let facts = if facts.is_empty() { facts } else { format!(" ({facts})") };
     context.note(&format!("overfence: session {id} closed, {word}{facts}"));
     Ok((mode, closed))
+}
+
+/// What `run` calls a refusal by which the authority says that the lease is over: its exit may come
+/// in between the loss and its notice.
+fn lost_code(code: Code) -> Code {
+    match code {
+        Code::StaleGeneration
+        | Code::LeaseExpired
+        | Code::LeaseRevoked
+        | Code::LeaseReleased
+        | Code::LeaseMismatch => Code::LeaseLost,
+        other => other,
+    }
 }
 
 #[cfg(test)]

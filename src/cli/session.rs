@@ -541,6 +541,7 @@ mod tests {
             lease_state: None,
             generation: Generation(7),
             at: Default::default(),
+            hold: None,
         };
         let refused = |code| Failure {
             current: Some(Box::new(current.clone())),

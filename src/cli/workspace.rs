@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::context::Context;
 use super::words::words;
-use super::{parse, table};
+use super::{content, hold, parse, table};
 use crate::agent::failure::Failure;
 use crate::api::client::path;
 use crate::model::view::{CreateWorkspace, HistoryView, WorkspaceView};
@@ -37,6 +37,19 @@ pub enum Verb {
         #[arg(long, value_name = "N", default_value_t = 100)]
         limit: usize,
     },
+    /// Make one of a directory or an OCI image layout.
+    Import(content::Import),
+    /// Publish the layers of an earlier version once more, as a new version.
+    Revert(content::Revert),
+    /// Read each layer of its head, and name what is damaged.
+    Verify(content::Verify),
+    /// Put one on HOLD: its writer is frozen, and nothing is granted or published until it is
+    /// repaired.
+    Hold(hold::Hold),
+    /// Lift a HOLD, above the highest generation that was ever seen.
+    Repair(hold::Repair),
+    /// Delete one that has neither sessions nor preserved deltas. Its generation lives on.
+    Delete(hold::Delete),
 }
 
 /// `workspace create`
@@ -95,6 +108,12 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
             let rows: Vec<HistoryView> = client.get(&format!("{place}?limit={limit}"))?;
             context.list(&rows, "history", history)
         }
+        Verb::Import(wish) => content::import(context, &client, wish),
+        Verb::Revert(wish) => content::revert(context, &client, wish),
+        Verb::Verify(wish) => content::verify(context, &client, wish),
+        Verb::Hold(wish) => hold::hold(context, &client, wish),
+        Verb::Repair(wish) => hold::repair(context, &client, wish),
+        Verb::Delete(wish) => hold::delete(context, &client, wish),
     }
 }
 
@@ -117,7 +136,7 @@ fn list(all: &[WorkspaceView]) -> String {
     )
 }
 
-fn one(workspace: &WorkspaceView) -> String {
+pub(super) fn one(workspace: &WorkspaceView) -> String {
     let lease = workspace.lease.as_ref();
     let head = match workspace.head.last() {
         None => "(empty)".into(),
@@ -131,6 +150,11 @@ fn one(workspace: &WorkspaceView) -> String {
         ("version", Some(workspace.version.to_string())),
         ("head", Some(head)),
         ("generation", Some(workspace.generation.to_string())),
+        (
+            "seen here",
+            (workspace.generation_seen != workspace.generation)
+                .then(|| format!("generation {}", workspace.generation_seen)),
+        ),
         ("writer", Some(table::or_dash(workspace.writer_session.clone()))),
         ("may publish", Some(if workspace.may_publish { "yes" } else { "no" }.into())),
         ("lease", lease.map(|lease| format!("{} {} of {}", lease.id, lease.state, lease.owner))),

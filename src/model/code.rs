@@ -53,6 +53,7 @@ codes! {
     HeadMoved "head_moved" 412 4 "The head moved on; a fenced session can come back only through a bundle.";
     Conflict "conflict" 409 4 "The bundle and the head changed the same paths; nothing was applied.";
     WorkspaceHeld "workspace_held" 409 4 "The workspace is on HOLD until an operator repairs it.";
+    WorkspaceInUse "workspace_in_use" 409 4 "The workspace has sessions or preserved deltas.";
     WorkspaceExists "workspace_exists" 409 4 "A workspace of this name exists.";
     KeyUsed "key_used" 409 4 "The key was used for other content.";
     KeyBuried "key_buried" 409 4 "The publication key was resolved as not committed and cannot be used again.";
@@ -85,6 +86,8 @@ codes! {
     NoSpace "no_space" 507 1 "The file system of the state directory is full; nothing new is begun until there is room.";
     AboveWatermark "above_watermark" 503 1 "The host is above a watermark of `[open]`, min_free or max_sessions: no session is opened until there is room.";
     MountFailed "mount_failed" 500 1 "The overlay could not be mounted.";
+    ImageRefused "image_refused" 422 1 "The image is damaged or hostile, or not in a form that is taken; nothing was imported.";
+    LayerDamaged "layer_damaged" 500 1 "A layer is not what its name says; it is not mounted.";
     BundleInvalid "bundle_invalid" 422 1 "The bundle does not verify.";
     Internal "internal" 500 1 "An unexpected failure; the message says where.";
 }

@@ -21,6 +21,7 @@ use super::lease::{Bound, HolderKind};
 use super::limits::Limits;
 use super::slice::Slice;
 use super::time::{BootNs, millis};
+use super::workspace::Seen;
 
 /// Where a session stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -370,6 +371,11 @@ pub struct Session {
 }
 
 impl Session {
+    /// What a witness keeps of its workspace.
+    pub fn seen(&self) -> Seen {
+        Seen { generation: self.generation, version: self.expected.version }
+    }
+
     /// What happens on EBUSY.
     pub fn on_busy(&self) -> OnBusy {
         self.fence.on_busy.unwrap_or(self.policy.on_busy)

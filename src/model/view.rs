@@ -6,6 +6,7 @@ mod diff;
 mod host;
 mod ledger;
 mod session;
+mod workspace;
 
 use std::collections::BTreeMap;
 
@@ -27,6 +28,10 @@ pub use ledger::{
 pub use session::{
     ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
     OpenSession, Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
+};
+pub use workspace::{
+    DeleteWorkspace, HoldWorkspace, ImportWorkspace, LayerReport, RepairWorkspace, RevertWorkspace,
+    WorkspaceReport,
 };
 
 /// A problem, as `application/problem+json` (RFC 9457) with a stable code.
@@ -137,6 +142,8 @@ pub struct WorkspaceView {
     pub head: Vec<Digest>,
     /// The highest generation issued: the authoritative one.
     pub generation: u64,
+    /// The highest generation that this host ever saw of it; what a repair has to accept at least.
+    pub generation_seen: u64,
     /// The present or last lease.
     pub lease: Option<LeaseView>,
     /// Session that may write now.

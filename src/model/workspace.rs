@@ -3,12 +3,13 @@
 //! record by another way.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::code::Code;
-use super::head::{Digest, HeadAt};
+use super::head::{Digest, Head, HeadAt};
 use super::ids::{
     Generation, HostId, LeaseId, Owner, PublicationKey, SessionId, Version, WorkspaceId,
 };
@@ -60,6 +61,40 @@ pub struct Current {
     pub generation: Generation,
     /// Version and head.
     pub at: HeadAt,
+    /// Why it is on HOLD, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hold: Option<String>,
+}
+
+/// The highest that a witness outside the authority ever saw of a workspace (I2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub struct Seen {
+    /// Generation.
+    pub generation: Generation,
+    /// Version.
+    pub version: Version,
+}
+
+impl Seen {
+    /// The higher of both, each for itself.
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            generation: self.generation.max(other.generation),
+            version: self.version.max(other.version),
+        }
+    }
+
+    /// Why an authority that answers `found` is not believed, if it is not.
+    pub fn against(&self, found: &Self) -> Option<String> {
+        let told = |what: &str, found: &dyn fmt::Display, seen: &dyn fmt::Display| {
+            format!("the authority answers {what} {found}, but {seen} was seen on this host")
+        };
+        if found.generation < self.generation {
+            return Some(told("generation", &found.generation, &self.generation));
+        }
+        let behind = found.version < self.version;
+        behind.then(|| told("version", &found.version, &self.version))
+    }
 }
 
 /// Nothing was changed, and this is why.
@@ -75,6 +110,9 @@ pub struct Refusal {
 fn shown(current: &Option<Current>) -> String {
     match current {
         None => String::new(),
+        Some(Current { hold: Some(why), .. }) => {
+            format!(" On HOLD: {why}. `overfence workspace repair` lifts it.")
+        }
         Some(c) => format!(
             " Now: generation {}, owner {}, version {}.",
             c.generation,
@@ -126,6 +164,9 @@ pub struct Acquire {
     pub force: Option<String>,
     /// A readmission: granted only while version and head are still these.
     pub only_at: Option<HeadAt>,
+    /// What witnesses outside the authority saw: a workspace below it is put on HOLD instead.
+    #[serde(default)]
+    pub seen: Seen,
 }
 
 /// What an acquisition gave.
@@ -157,8 +198,11 @@ pub struct Publish {
     pub expected: HeadAt,
     /// The same key always gets the same answer.
     pub key: PublicationKey,
-    /// The session's layer.
+    /// The session's layer; of a whole head its top, or zeros.
     pub layer: Digest,
+    /// A whole head in the place of one layer more: an earlier one comes back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole: Option<Head>,
 }
 
 impl Publish {
@@ -172,6 +216,7 @@ impl Publish {
             expected: s.expected.clone(),
             key,
             layer,
+            whole: None,
         }
     }
 }
@@ -198,14 +243,15 @@ pub type Ruled<T> = Result<(Workspace, T), Refusal>;
 
 impl Workspace {
     /// A new workspace; `tombstone` is the record of a deleted one of the same name, whose
-    /// generation lives on.
+    /// generation and count of versions live on.
     pub fn new(id: WorkspaceId, owner: Owner, tombstone: Option<&Workspace>) -> Self {
+        let version = tombstone.map_or(Version(0), |t| Version(t.at.version.0.saturating_add(1)));
         Self {
             id,
             owner,
             contact: String::new(),
             labels: BTreeMap::new(),
-            at: HeadAt::default(),
+            at: HeadAt { version, ..HeadAt::default() },
             top: None,
             generation: tombstone.map_or(Generation::NONE, |t| t.generation),
             lease: None,
@@ -223,7 +269,13 @@ impl Workspace {
             lease_state: self.lease.as_ref().map(|l| l.state),
             generation: self.generation,
             at: self.at.clone(),
+            hold: self.hold.clone(),
         }
+    }
+
+    /// What a witness would keep of it.
+    pub fn seen(&self) -> Seen {
+        Seen { generation: self.generation, version: self.at.version }
     }
 
     /// A refusal that shows the present state.
@@ -232,11 +284,11 @@ impl Workspace {
     }
 
     fn usable(&self) -> Result<(), Refusal> {
-        if self.deleted {
-            return Err(Refusal { code: Code::UnknownWorkspace, current: None });
-        }
         if self.hold.is_some() {
             return Err(self.refuse(Code::WorkspaceHeld));
+        }
+        if self.deleted {
+            return Err(Refusal { code: Code::UnknownWorkspace, current: None });
         }
         Ok(())
     }
@@ -399,7 +451,10 @@ impl Workspace {
     /// The publication predicate (I1): all conditions, or nothing changes.
     pub fn publish(&self, wish: &Publish, key: &KeyState, now: &BootInstant) -> Ruled<HeadAt> {
         match key {
-            KeyState::Committed { layer, at } if *layer == wish.layer => {
+            KeyState::Committed { layer, at }
+                if *layer == wish.layer
+                    && wish.whole.as_ref().is_none_or(|head| *head == at.head) =>
+            {
                 return Ok((self.clone(), at.clone()));
             }
             KeyState::Committed { .. } => return Err(self.refuse(Code::KeyUsed)),
@@ -409,16 +464,38 @@ impl Workspace {
             KeyState::Unused | KeyState::Prepared | KeyState::Sent | KeyState::Unknown { .. } => {}
         }
         self.may_commit((wish.lease, wish.generation, wish.session), &wish.expected, now)?;
-        let mut head = self.at.head.clone();
-        if self.top == Some(wish.session) {
-            head.0.pop();
-        }
-        let at = HeadAt { version: Version(self.at.version.0 + 1), head: head.with(wish.layer) };
-        Ok((Self { at: at.clone(), top: Some(wish.session), ..self.clone() }, at))
+        let (head, top) = match &wish.whole {
+            Some(head) => (head.clone(), None),
+            None => {
+                let mut head = self.at.head.clone();
+                if self.top == Some(wish.session) {
+                    head.0.pop();
+                }
+                (head.with(wish.layer), Some(wish.session))
+            }
+        };
+        let at = HeadAt { version: Version(self.at.version.0 + 1), head };
+        Ok((Self { at: at.clone(), top, ..self.clone() }, at))
     }
 
     /// Puts the workspace on HOLD; nothing is granted or published until it is repaired.
     pub fn held(&self, why: &str) -> Self {
         Self { hold: Some(why.to_owned()), ..self.clone() }
+    }
+
+    /// Lifts a HOLD above `seen`: the next generation is higher than any that was seen, and what the
+    /// head is now gets a version that no other head ever had. Whatever lease there was is over.
+    pub fn repaired(&self, seen: &Seen) -> Self {
+        let mut new =
+            Self { hold: None, generation: self.generation.max(seen.generation), ..self.clone() };
+        if new.at.version < seen.version {
+            new.at.version = Version(seen.version.0.saturating_add(1));
+            new.top = None;
+        }
+        if let Some(lease) = new.lease.as_mut().filter(|lease| lease.state.may_publish()) {
+            lease.state = LeaseState::Revoked;
+            lease.why_ended = Some("it did not outlast the HOLD of its workspace".to_owned());
+        }
+        new
     }
 }

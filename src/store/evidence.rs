@@ -6,7 +6,7 @@
 //! stored as it was hashed.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -231,6 +231,20 @@ impl Anchors {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The last whole line of the file, unverified; none when there is no line.
+    fn last_line(&self) -> Result<Option<String>, Error> {
+        let whole = self.lock().whole;
+        // A line is a signed statement of fixed parts, some 300 bytes long.
+        let from = whole.saturating_sub(4096);
+        let mut file = File::open(&self.path).map_err(Error::io("open", &self.path))?;
+        let mut tail = Vec::new();
+        file.seek(SeekFrom::Start(from))
+            .and_then(|_| file.take(whole - from).read_to_end(&mut tail))
+            .map_err(Error::io("read", &self.path))?;
+        let last = tail.split(|b| *b == b'\n').rfind(|line| !line.is_empty());
+        Ok(last.map(|line| String::from_utf8_lossy(line).into_owned()))
+    }
+
     fn append(
         &self,
         key: &TicketKey,
@@ -319,6 +333,40 @@ impl Store {
             self.durable.fetch_max(head.0, Ordering::SeqCst);
         }
         self.anchors.append(&self.keys().ticket, &mut state, head)
+    }
+
+    /// What the newest anchor has against the chain as it is now: that it ends before the anchored
+    /// entry, or has another one there. Such a database is older than what this host witnessed, or
+    /// not the one it witnessed, and whatever was decided after its end is forgotten in it.
+    ///
+    /// # Errors
+    /// The database or the anchors file does not answer.
+    pub fn against_anchor(&self) -> Result<Option<String>, Error> {
+        let Some(line) = self.anchors.last_line()? else { return Ok(None) };
+        let path = self.anchors.path.display();
+        let anchor: Anchor = match self.anchors.public.verify(&line, ANCHOR) {
+            Ok(anchor) => anchor,
+            Err(error) => return Ok(Some(format!("the newest anchor in {path}: {error}"))),
+        };
+        let Anchor { seq, hash, time } = anchor;
+        let there = self.once(Durability::Lazy, |tx| {
+            tx.conn
+                .prepare_cached("SELECT hash FROM evidence WHERE seq = ?")
+                .and_then(|mut s| s.query_row([seq.cast_signed()], |r| r.get(0)).optional())
+                .map_err(Error::sql("read evidence"))
+        })?;
+        let there: Option<String> = there;
+        Ok(match there {
+            Some(found) if found == hash.to_string() => None,
+            Some(_) => Some(format!(
+                "its database is not the one that was witnessed: evidence entry {seq} differs from the \
+                 one anchored in {path} at {time}"
+            )),
+            None => Some(format!(
+                "its database is older than what was witnessed: it ends before evidence entry {seq}, \
+                 anchored in {path} at {time}"
+            )),
+        })
     }
 
     /// Recomputes the whole chain and compares it with every anchor.

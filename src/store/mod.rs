@@ -14,7 +14,8 @@
 //! │   ├── sessions      id                     -> record, mac
 //! │   └── evidence      seq; session, workspace -> body, hash   the chain
 //! ├── evidence.anchors            signed heads of the chain, one a line (path configurable)
-//! ├── high-water                  highest generation seen of each workspace (path configurable)
+//! ├── high-water                  highest generation and version seen of each workspace, and HOLDs
+//! │                               (path configurable)
 //! └── keys/                       0700 (path configurable)
 //!     ├── record.key              0600  HMAC-SHA256 over each record
 //!     ├── ticket.key              0600  Ed25519, PASETO v4.public

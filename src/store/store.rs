@@ -17,10 +17,11 @@ use super::keys::Keys;
 use super::marks::Marks;
 use super::records::{Tx, Unreadable};
 use super::reserve::Reserve;
-use crate::model::ids::{Generation, HostId, WorkspaceId};
+use crate::model::ids::{HostId, WorkspaceId};
 use crate::model::journal::Journal;
 use crate::model::session::Session;
 use crate::model::time::BootInstant;
+use crate::model::workspace::Seen;
 
 /// Tells the present instant; injected so that tests decide what time it is.
 pub type Clock = Arc<dyn Fn() -> BootInstant + Send + Sync>;
@@ -205,16 +206,24 @@ impl Store {
     ///
     /// # Errors
     /// It is not known to be durable.
-    pub fn raise_mark(&self, workspace: &WorkspaceId, generation: Generation) -> Result<(), Error> {
-        self.reserve.making_room(|| self.marks.raise(workspace, generation))
+    pub fn raise_mark(&self, workspace: &WorkspaceId, seen: Seen) -> Result<(), Error> {
+        self.reserve.making_room(|| self.marks.raise(workspace, seen))
     }
 
     /// Raises it in memory and in the file, not yet for good; see [`Marks::note`].
     ///
     /// # Errors
     /// It could not be written.
-    pub fn note_mark(&self, workspace: &WorkspaceId, generation: Generation) -> Result<(), Error> {
-        self.reserve.making_room(|| self.marks.note(workspace, generation))
+    pub fn note_mark(&self, workspace: &WorkspaceId, seen: Seen) -> Result<(), Error> {
+        self.reserve.making_room(|| self.marks.note(workspace, seen))
+    }
+
+    /// Remembers a HOLD that was set or lifted here; see [`Marks::hold`].
+    ///
+    /// # Errors
+    /// It is not known to be durable.
+    pub fn mark_hold(&self, workspace: &WorkspaceId, held: bool) -> Result<(), Error> {
+        self.reserve.making_room(|| self.marks.hold(workspace, held))
     }
 
     /// This host's id.

@@ -14,7 +14,7 @@ use crate::model::lease::HolderKind;
 use crate::model::session::{Policy, Session, State};
 use crate::model::ticket::Ticket;
 use crate::model::time::{BootInstant, BootNs};
-use crate::model::workspace::Acquire;
+use crate::model::workspace::{Acquire, Seen};
 
 fn boot() -> BootId {
     BootId(uuid::Uuid::from_u128(1))
@@ -77,6 +77,10 @@ fn session(n: u128) -> Session {
     }
 }
 
+fn seen(generation: u64) -> Seen {
+    Seen { generation: Generation(generation), version: Default::default() }
+}
+
 fn draft(n: u128) -> Draft {
     Draft {
         kind: format!("event-{n}"),
@@ -122,7 +126,7 @@ fn a_restart_keeps_everything() {
         store.record(&journal(n), Durability::Full).unwrap();
     }
     let id = SessionId::from_u128(1);
-    store.marks().raise(&"w".parse().unwrap(), Generation(4)).unwrap();
+    store.marks().raise(&"w".parse().unwrap(), seen(4)).unwrap();
     store.anchor().unwrap();
     let (sessions, entries) = (store.sessions().unwrap(), store.evidence_since(0, 99).unwrap());
     let report = store.verify_evidence().unwrap();
@@ -136,7 +140,7 @@ fn a_restart_keeps_everything() {
     assert_eq!(store.evidence_since(1, 1).unwrap(), entries[1..2]);
     assert_eq!(store.evidence_of(id).unwrap(), entries[..1]);
     assert_eq!(*store.subscribe().borrow(), 3);
-    assert_eq!(store.marks().highest(&"w".parse().unwrap()), Generation(4));
+    assert_eq!(store.marks().highest(&"w".parse().unwrap()), seen(4));
     assert_eq!(store.verify_evidence().unwrap(), report);
     assert_eq!((report.entries, report.anchors, report.fault), (3, 1, None));
     assert_eq!(report.newest_anchor.unwrap().seq, 3);
@@ -443,6 +447,7 @@ fn an_acquisition_with_its_session_and_evidence_is_one_commit() {
         max_lifetime: std::time::Duration::from_secs(99),
         force: None,
         only_at: None,
+        seen: Default::default(),
     };
     let before = store.db().commits();
     authority.acquire(&wish, Box::new(|_| journal(1))).unwrap().unwrap();
@@ -461,7 +466,7 @@ fn crash_child() {
     for n in 1..=3_u64 {
         store.record(&journal(n.into()), Durability::Full).unwrap();
         std::fs::write(dir.join("answered-record"), n.to_string()).unwrap();
-        store.marks().raise(&"w".parse().unwrap(), Generation(n)).unwrap();
+        store.marks().raise(&"w".parse().unwrap(), seen(n)).unwrap();
         std::fs::write(dir.join("answered-mark"), n.to_string()).unwrap();
         store.anchor().unwrap();
         std::fs::write(dir.join("answered-anchor"), n.to_string()).unwrap();
@@ -498,7 +503,10 @@ fn a_kill_between_any_two_effects_keeps_what_was_answered() {
         assert!(report.entries >= answered("record"), "point {n}");
         assert_eq!(store.sessions().unwrap().len() as u64, report.entries, "point {n}");
         assert!(store.sessions().unwrap().iter().all(Result::is_ok));
-        assert!(store.marks().highest(&"w".parse().unwrap()).0 >= answered("mark"), "point {n}");
+        assert!(
+            store.marks().highest(&"w".parse().unwrap()).generation.0 >= answered("mark"),
+            "point {n}"
+        );
         assert!(report.anchors >= answered("anchor"), "point {n}");
         store.record(&journal(100), Durability::Full).unwrap();
         store.anchor().unwrap();

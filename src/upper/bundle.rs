@@ -308,17 +308,17 @@ fn sha256(bytes: &[u8]) -> Digest {
 }
 
 /// A bundle being read.
-struct Reader {
+pub(super) struct Reader {
     top: Dir,
     path: PathBuf,
 }
 
 impl Reader {
-    fn open(path: &Path) -> Result<Self> {
+    pub(super) fn open(path: &Path) -> Result<Self> {
         Ok(Self { top: Dir::open(path)?, path: path.to_owned() })
     }
 
-    fn refuse<T>(&self, what: &str, why: impl Into<String>) -> Result<T> {
+    pub(super) fn refuse<T>(&self, what: &str, why: impl Into<String>) -> Result<T> {
         Err(Error::Bundle { path: Shown::from(&*self.path.join(what)), why: why.into() })
     }
 
@@ -369,7 +369,8 @@ impl Reader {
         }
     }
 
-    fn bundle(&self) -> Result<Bundle> {
+    /// The descriptor of the one manifest, the manifest, and the configuration.
+    fn manifest(&self) -> Result<(Descriptor, ImageManifest, ImageConfiguration)> {
         let layout: OciLayout = self.parse("oci-layout", &self.small(&self.top, "oci-layout")?)?;
         if layout.image_layout_version() != "1.0.0" {
             return self.refuse("oci-layout", "only layout version 1.0.0 is known");
@@ -378,6 +379,33 @@ impl Reader {
         let named = self.one("manifests", index.manifests())?;
         let manifest: ImageManifest = self.blob(named, MediaType::ImageManifest)?;
         let config: ImageConfiguration = self.blob(manifest.config(), MediaType::ImageConfig)?;
+        Ok((named.clone(), manifest, config))
+    }
+
+    /// The layers of an image, lowest first, and the digests of their tars.
+    pub(super) fn image(&self) -> Result<(Vec<Descriptor>, Vec<Digest>)> {
+        let (_, manifest, config) = self.manifest()?;
+        let diff_ids: Vec<Digest> = config
+            .rootfs()
+            .diff_ids()
+            .iter()
+            .map(|id| id.parse().or_else(|_| self.refuse("", "a diff id is no digest")))
+            .collect::<Result<_>>()?;
+        let layers = manifest.layers().clone();
+        match layers.len() == diff_ids.len() {
+            true => Ok((layers, diff_ids)),
+            false => self.refuse("", "its manifest and its config name different layers"),
+        }
+    }
+
+    /// A blob as it lies there, unread.
+    pub(super) fn raw(&self, descriptor: &Descriptor) -> Result<File> {
+        let name = self.digest(descriptor)?.hex();
+        Ok(File::from(self.blobs()?.open_file(name.as_ref())?))
+    }
+
+    fn bundle(&self) -> Result<Bundle> {
+        let (named, manifest, config) = self.manifest()?;
         let layer = self.one("layers", manifest.layers())?;
         if *layer.media_type() != MediaType::ImageLayerZstd {
             return self.refuse("", "its layer is not a zstd tar layer");
@@ -399,7 +427,7 @@ impl Reader {
         };
         let provenance = annotation(manifest.annotations(), PROVENANCE)?;
         Ok(Bundle {
-            manifest: self.digest(named)?,
+            manifest: self.digest(&named)?,
             provenance: self.parse("provenance", provenance.as_bytes())?,
             layer: LayerInfo {
                 diff_id,

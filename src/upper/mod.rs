@@ -19,6 +19,7 @@
 //!     layer.json                   `store::LayerInfo`: digests and sizes
 //!     tree/                        the layer unpacked: a read-only lower of overlay mounts
 //!     complete                     written last: `tree/` is whole and durable
+//!     damaged                      why it must not be mounted, if something was found
 //! layers/.tmp-*/                   being made or removed; `LayerStore::sweep` takes it away
 //! ```
 //!
@@ -31,6 +32,7 @@ pub mod bundle;
 pub mod changes;
 pub mod diff;
 mod empty;
+pub mod image;
 pub mod layer;
 pub mod lowers;
 pub mod print;

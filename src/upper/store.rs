@@ -7,6 +7,7 @@
 //!     layer.json       LayerInfo
 //!     tree/            unpacked at the first mount; read-only from then on
 //!     complete         made last: the tree is whole, durable, and its digest was the name
+//!     damaged          what a verification found; the layer is not mounted while it is there
 //! layers/.tmp-*/       being made or removed
 //! ```
 //!
@@ -21,19 +22,22 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
-use super::layer::{Hashed, Sink};
+use super::changes::Format;
+use super::layer::{self, Hashed, Sink, Source};
 use super::tarfmt::Entries;
 use super::unpack::unpack;
 use super::{
     At as _, Error, Result, Shown, Stop, Stoppable, path_of, remove, sync_dir, unique_name,
 };
 use crate::failpoint;
+use crate::kernel::walk::Dir;
 use crate::model::head::Digest;
 
 const BLOB: &str = "layer.tar.zst";
 const INFO: &str = "layer.json";
 const TREE: &str = "tree";
 const COMPLETE: &str = "complete";
+const DAMAGED: &str = "damaged";
 const TEMPORARY: &str = ".tmp-";
 
 /// What is known of a stored layer.
@@ -120,6 +124,9 @@ impl LayerStore {
     /// The lower directory of a layer, if its tree is complete.
     pub fn lower_path(&self, diff_id: Digest) -> Result<PathBuf> {
         let dir = self.of(diff_id);
+        if let Ok(why) = std::fs::read_to_string(dir.join(DAMAGED)) {
+            return Err(Error::Corrupt { what: format!("layer {diff_id}"), why });
+        }
         if dir.join(COMPLETE).exists() {
             return Ok(dir.join(TREE));
         }
@@ -244,6 +251,68 @@ impl LayerStore {
         sync_dir(&dir)?;
         failpoint::hit("upper.tree.after");
         Ok(tree)
+    }
+
+    /// An empty directory (0700) of the caller's own, which removes it; else the next
+    /// [`LayerStore::sweep`] does.
+    pub(super) fn scratch(&self) -> Result<PathBuf> {
+        let path = unique_name(&self.dir, TEMPORARY)?;
+        std::fs::DirBuilder::new().mode(0o700).create(&path).at("make", &path)?;
+        Ok(path)
+    }
+
+    /// Reads a layer whole: its file against both digests, and its tree, if there is one, against the
+    /// layer's name. Says whether there is one. A damaged layer is marked, and not mounted until the
+    /// mark is gone: with a later reading that finds it whole, or by hand.
+    ///
+    /// # Errors
+    /// [`Error::Stopped`]; else what is wrong with it.
+    pub fn verify(&self, diff_id: Digest, stop: Stop<'_>) -> Result<bool> {
+        let dir = self.of(diff_id);
+        let mark = dir.join(DAMAGED);
+        let outcome = self.read_whole(diff_id, stop);
+        match &outcome {
+            Err(Error::Stopped | Error::NoLayer(_)) => {}
+            Err(fault) => {
+                let mut why = fault.to_string();
+                if let Some(source) = std::error::Error::source(fault) {
+                    why = format!("{why}: {source}");
+                }
+                failpoint::hit("upper.damaged.before");
+                let _ = std::fs::remove_file(&mark);
+                write_durable(&mark, 0o600, why.as_bytes())?;
+                sync_dir(&dir)?;
+                failpoint::hit("upper.damaged.after");
+            }
+            Ok(_) if mark.exists() => std::fs::remove_file(&mark).at("remove", &mark)?,
+            Ok(_) => {}
+        }
+        outcome
+    }
+
+    fn read_whole(&self, diff_id: Digest, stop: Stop<'_>) -> Result<bool> {
+        let (info, dir) = (self.info(diff_id)?, self.of(diff_id));
+        let blob = File::open(dir.join(BLOB)).at("open", dir.join(BLOB))?;
+        let read = read_blob(Stoppable { inner: blob, stop }, &info, |tar| {
+            let mut entries = Entries::new(tar);
+            let count = entries.check_all()?;
+            entries.drain()?;
+            Ok(count)
+        });
+        read.map_err(|error| if stop() { Error::Stopped } else { error })?;
+        if !dir.join(COMPLETE).exists() {
+            return Ok(false);
+        }
+        let tree = Dir::open(&dir.join(TREE))?;
+        let found = layer::diff_id(Source::Upper(tree.as_fd(), Format::Trusted), stop)
+            .map_err(|error| if stop() { Error::Stopped } else { error })?;
+        match found == diff_id {
+            true => Ok(true),
+            false => Err(Error::Corrupt {
+                what: format!("the tree of layer {diff_id}"),
+                why: format!("what is in it would be layer {found}"),
+            }),
+        }
     }
 
     /// Removes a layer. The caller has proved that nothing names it and that no mount uses it.

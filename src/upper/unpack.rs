@@ -33,6 +33,15 @@ fn split(path: &[u8]) -> (&[u8], &[u8]) {
 
 /// Unpacks a tar stream into an empty directory. Returns the stream's entries. Nothing is synced.
 pub(super) fn unpack(input: impl Read, tree: BorrowedFd<'_>) -> Result<u64> {
+    unpack_checked(input, tree, &mut |_| Ok(()))
+}
+
+/// [`unpack`] that asks `check` before each entry.
+pub(super) fn unpack_checked(
+    input: impl Read,
+    tree: BorrowedFd<'_>,
+    check: &mut dyn FnMut(&Entry) -> Result<()>,
+) -> Result<u64> {
     let top = reopen(tree, Path::new(""))?;
     let near = reopen(tree, Path::new(""))?;
     let mut target = Target { top, near, times: HashMap::new() };
@@ -40,6 +49,7 @@ pub(super) fn unpack(input: impl Read, tree: BorrowedFd<'_>) -> Result<u64> {
     let mut count = 0;
     while let Some(entry) = entries.next_entry()? {
         count += 1;
+        check(&entry)?;
         match entry.kind {
             Kind::Whiteout => target.whiteout(&entry.path)?,
             Kind::Opaque => {

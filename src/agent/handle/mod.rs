@@ -2,8 +2,10 @@
 //! and become events or questions to the authority; nothing here decides about a session.
 
 mod breaker;
+mod content;
 mod delta;
 mod drain;
+mod holds;
 mod ledger;
 mod preserved;
 mod seed;
@@ -112,13 +114,13 @@ impl Agent {
         let host = &self.0;
         let counts = host.counts().into_iter();
         let sessions = counts.map(|(state, n)| (state.to_string(), n)).collect();
-        let known = self.blocking(|host| Ok(host.authority.list())).await?;
+        let known = self.blocking(|host| Ok(workspaces::all(host))).await?;
         let (held, trouble) = match known {
             Ok(known) => {
                 let held = known.into_iter().filter(|w| w.hold.is_some()).map(|w| w.id.to_string());
                 (held.collect(), host.shown().authority_trouble.clone())
             }
-            Err(fault) => (vec![], Some(text(fault))),
+            Err(failure) => (vec![], Some(failure.to_string())),
         };
         let space = host.store.reserve().space();
         let shown = host.shown();
@@ -163,6 +165,11 @@ impl Agent {
     /// Ends the agent's threads and tasks; sessions and their mounts go on.
     pub fn stop(&self) {
         self.0.stop();
+        // So that what is put back while no agent runs is compared with the last that was done.
+        let store = &self.0.store;
+        if let Err(fault) = store.marks().flush().and_then(|()| store.anchor()) {
+            tracing::warn!("the evidence was not anchored: {}", text(fault));
+        }
     }
 
     fn session_view(&self, slot: &Slot) -> crate::model::view::SessionView {

@@ -10,7 +10,7 @@ use crate::agent::host::Host;
 use crate::agent::keep;
 use crate::agent::open::{Wish, hash_token};
 use crate::agent::slot::{Applied, Inner, LeaseClock, Slot, draft, take_journal};
-use crate::agent::view;
+use crate::agent::{view, witness};
 use crate::kernel::clock;
 use crate::kernel::walk::Dir;
 use crate::model::code::Code;
@@ -411,6 +411,7 @@ impl Host {
             max_lifetime: self.config.lease.max_lifetime,
             force: None,
             only_at: Some(before.expected.clone()),
+            seen: self.store.marks().highest(&before.workspace),
         };
         let sent = clock::now();
         let undo = inner.checkpoint();
@@ -430,9 +431,12 @@ impl Host {
             };
             self.authority.acquire(&ask, Box::new(rider))
         };
-        let acquired = match granted {
-            Ok(Ok(acquired)) => acquired,
-            Ok(Err(refusal)) => return Err(refusal.into()),
+        match granted {
+            Ok(Ok(_)) => {}
+            Ok(Err(refusal)) => {
+                self.held_by_acquisition(&ask, &refusal);
+                return Err(refusal.into());
+            }
             Err(fault) => {
                 // What the rider stepped was not committed.
                 inner.undo(undo);
@@ -442,8 +446,9 @@ impl Host {
         };
         inner.lease = LeaseClock::granted(sent, inner.session.ttl, inner.session.ends);
         self.store
-            .raise_mark(&inner.session.workspace, acquired.lease.generation)
+            .raise_mark(&inner.session.workspace, inner.session.seen())
             .map_err(unavailable)?;
+        witness::note(&slot.dirs.root, &inner.session).map_err(internal)?;
         self.refresh_deadline(&inner);
         self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))?;
         self.wake_worker(slot, &mut inner);

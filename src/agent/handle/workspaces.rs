@@ -23,6 +23,7 @@ use crate::model::view::{
     CreateWorkspace, Fenced, HistoryView, LeaseView, RevokeLease, WorkspaceView,
 };
 use crate::model::workspace::{Refusal, Workspace};
+use crate::store::Unreadable;
 use crate::upper::layer::{self, Source, Writers};
 
 impl Agent {
@@ -38,24 +39,20 @@ impl Agent {
 
     /// All workspaces.
     pub async fn workspaces(&self) -> Result<Vec<WorkspaceView>, Failure> {
-        self.blocking(|host| {
-            let known = host.authority.list().map_err(unavailable)?;
-            Ok(known.iter().map(|w| host.workspace_view(w)).collect())
-        })
-        .await
+        self.blocking(|host| Ok(all(host)?.iter().map(|w| host.workspace_view(w)).collect())).await
     }
 
     /// One workspace.
     pub async fn workspace(&self, id: &str) -> Result<WorkspaceView, Failure> {
         let id = workspace_id(id)?;
-        self.blocking(move |host| find(host, &id).map(|w| host.workspace_view(&w))).await
+        self.blocking(move |host| any(host, &id).map(|w| host.workspace_view(&w))).await
     }
 
     /// Publications, refusals and takeover records, newest first.
     pub async fn history(&self, id: &str, limit: usize) -> Result<Vec<HistoryView>, Failure> {
         let id = workspace_id(id)?;
         self.blocking(move |host| {
-            find(host, &id)?;
+            any(host, &id)?;
             let rows = host.authority.history(&id, limit).map_err(unavailable)?;
             Ok(rows.into_iter().map(history_view).collect())
         })
@@ -145,12 +142,51 @@ fn history_view(row: HistoryRow) -> HistoryView {
 
 /// A workspace that exists.
 pub(super) fn find(host: &Host, id: &WorkspaceId) -> Result<Workspace, Failure> {
-    host.authority.get(id).map_err(unavailable)?.filter(|w| !w.deleted).ok_or_else(|| {
+    let known = any(host, id)?;
+    match known.deleted {
+        false => Ok(known),
+        true => Err(Failure::new(
+            Code::WorkspaceHeld,
+            format!("workspace {id} is unknown, and on HOLD: {}", known.hold.unwrap_or_default()),
+        )),
+    }
+}
+
+/// A workspace that exists or is on HOLD.
+pub(super) fn any(host: &Host, id: &WorkspaceId) -> Result<Workspace, Failure> {
+    let known = match host.authority.get(id) {
+        Err(crate::authority::Error::NotBelieved { .. }) => {
+            let all = host.authority.unreadable().map_err(unavailable)?;
+            all.iter().find(|bad| bad.id == id.as_str()).and_then(|bad| stub(host, bad))
+        }
+        answer => answer.map_err(unavailable)?,
+    };
+    known.filter(|w| !w.deleted || w.hold.is_some()).ok_or_else(|| {
         Failure::new(
             Code::UnknownWorkspace,
             format!("no workspace {id}; `overfence workspace create {id}` makes one"),
         )
     })
+}
+
+/// All that exist or are on HOLD.
+pub(super) fn all(host: &Host) -> Result<Vec<Workspace>, Failure> {
+    let mut known = host.authority.list().map_err(unavailable)?;
+    known.retain(|w| !w.deleted || w.hold.is_some());
+    let bad = host.authority.unreadable().map_err(unavailable)?;
+    known.extend(bad.iter().filter_map(|bad| stub(host, bad)));
+    known.sort_by(|a, b| a.id.cmp(&b.id));
+    Ok(known)
+}
+
+/// What stands for a record that does not verify: its name, and what was seen of it here.
+fn stub(host: &Host, bad: &Unreadable) -> Option<Workspace> {
+    let id: WorkspaceId = bad.id.parse().ok()?;
+    let seen = host.store.marks().highest(&id);
+    let mut stub = Workspace::new(id, "unknown".parse().ok()?, None);
+    (stub.generation, stub.at.version) = (seen.generation, seen.version);
+    stub.hold = Some(format!("its record does not verify: {}", bad.why));
+    Some(stub)
 }
 
 fn find_lease(host: &Host, prefix: &str) -> Result<(WorkspaceId, Lease), Failure> {
@@ -166,14 +202,30 @@ pub(super) fn create(
     by: &Caller,
     wish: CreateWorkspace,
 ) -> Result<Workspace, Failure> {
+    create_with(host, by, wish, vec![])
+}
+
+/// Refuses the name of a workspace that exists.
+pub(super) fn refuse_existing(host: &Host, id: &WorkspaceId) -> Result<(), Failure> {
+    if any(host, id).is_ok_and(|w| w.hold.is_none()) {
+        return Err(Failure::new(Code::WorkspaceExists, format!("workspace {id} exists")));
+    }
+    Ok(())
+}
+
+/// Captures the lowers on top of `layers`, then creates the record.
+pub(super) fn create_with(
+    host: &Host,
+    by: &Caller,
+    wish: CreateWorkspace,
+    mut layers: Vec<Digest>,
+) -> Result<Workspace, Failure> {
     let bad = |e: &dyn std::fmt::Display| Failure::new(Code::BadRequest, e.to_string());
     host.refuse_when_short()?;
     let id = workspace_id(&wish.id)?;
     let owner = wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?;
-    if host.authority.get(&id).map_err(unavailable)?.is_some_and(|w| !w.deleted) {
-        return Err(Failure::new(Code::WorkspaceExists, format!("workspace {id} exists")));
-    }
-    let mut layers: Vec<Digest> = Vec::new();
+    refuse_existing(host, &id)?;
+    host.refuse_forgotten(&id)?;
     for lower in &wish.lowers {
         let path =
             lower.path().ok_or_else(|| bad(&format!("{:?} is not a well-formed path", lower.0)))?;
@@ -211,6 +263,7 @@ pub(super) fn create(
         };
         Journal { sessions: vec![], entries: vec![entry] }
     };
-    let created = host.authority.create(&new, Box::new(rider)).map_err(internal)?;
-    Ok(created?)
+    let created = host.authority.create(&new, Box::new(rider)).map_err(internal)??;
+    host.note_published(&created.id, created.seen());
+    Ok(created)
 }

@@ -136,6 +136,7 @@ impl Model {
                     expected: s.expected.clone(),
                     key: *key,
                     layer: *layer,
+                    whole: None,
                 };
                 w.hosts[i].open.insert(*key);
                 w.hosts[i].wire.push(Wire::Publish { wish, orphan: false });

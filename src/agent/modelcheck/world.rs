@@ -285,6 +285,7 @@ impl World {
             max_lifetime: Duration::from_secs(1),
             force: None,
             only_at,
+            seen: Default::default(),
         };
         let (mut next, mut got) = self.workspace.acquire(&wish, &self.instant()).ok()?;
         if bug == Some(Bug::GenerationReused) && self.workspace.generation > Generation::NONE {

@@ -8,7 +8,10 @@ use utoipa::IntoParams;
 use super::super::problem::{Query, Refused, Segment, Wish};
 use super::Peer;
 use crate::agent::handle::Agent;
-use crate::model::view::{CreateWorkspace, FenceSession, Fenced, HistoryView, WorkspaceView};
+use crate::model::view::{
+    CreateWorkspace, DeleteWorkspace, FenceSession, Fenced, HistoryView, HoldWorkspace,
+    ImportWorkspace, RepairWorkspace, RevertWorkspace, WorkspaceReport, WorkspaceView,
+};
 
 /// Creates a workspace.
 #[utoipa::path(post, path = "/v1/workspaces", request_body = CreateWorkspace,
@@ -70,4 +73,79 @@ pub(super) async fn fence(
     Wish(wish): Wish<FenceSession>,
 ) -> Result<Json<Fenced>, Refused> {
     Ok(Json(agent.fence_workspace(&peer.caller, &id, wish).await?))
+}
+
+/// Puts a workspace on HOLD: its writer is frozen, and nothing is granted or published until it is
+/// repaired.
+#[utoipa::path(post, path = "/v1/workspaces/{id}/hold", request_body = HoldWorkspace,
+    params(("id" = String, Path, description = "Its name, percent-encoded.")),
+    responses((status = 200, description = "It is on HOLD.", body = WorkspaceView)))]
+pub(super) async fn hold(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Segment(id): Segment<String>,
+    Wish(wish): Wish<HoldWorkspace>,
+) -> Result<Json<WorkspaceView>, Refused> {
+    Ok(Json(agent.hold_workspace(&peer.caller, &id, wish).await?))
+}
+
+/// Lifts a HOLD above the highest generation that was ever seen.
+#[utoipa::path(post, path = "/v1/workspaces/{id}/repair", request_body = RepairWorkspace,
+    params(("id" = String, Path, description = "Its name, percent-encoded.")),
+    responses((status = 200, description = "It is believed again.", body = WorkspaceView)))]
+pub(super) async fn repair(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Segment(id): Segment<String>,
+    Wish(wish): Wish<RepairWorkspace>,
+) -> Result<Json<WorkspaceView>, Refused> {
+    Ok(Json(agent.repair_workspace(&peer.caller, &id, wish).await?))
+}
+
+/// Deletes a workspace that has neither sessions nor preserved deltas; its generation lives on.
+#[utoipa::path(post, path = "/v1/workspaces/{id}/delete", request_body = DeleteWorkspace,
+    params(("id" = String, Path, description = "Its name, percent-encoded.")),
+    responses((status = 200, description = "As it was.", body = WorkspaceView)))]
+pub(super) async fn delete(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Segment(id): Segment<String>,
+    Wish(wish): Wish<DeleteWorkspace>,
+) -> Result<Json<WorkspaceView>, Refused> {
+    Ok(Json(agent.delete_workspace(&peer.caller, &id, wish).await?))
+}
+
+/// Makes a workspace of an OCI image layout or a directory.
+#[utoipa::path(post, path = "/v1/import", request_body = ImportWorkspace,
+    responses((status = 201, description = "It was created.", body = WorkspaceView)))]
+pub(super) async fn import(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Wish(wish): Wish<ImportWorkspace>,
+) -> Result<(StatusCode, Json<WorkspaceView>), Refused> {
+    Ok((StatusCode::CREATED, Json(agent.import_workspace(&peer.caller, wish).await?)))
+}
+
+/// Publishes the layers of an earlier version once more, as a new version.
+#[utoipa::path(post, path = "/v1/workspaces/{id}/revert", request_body = RevertWorkspace,
+    params(("id" = String, Path, description = "Its name, percent-encoded.")),
+    responses((status = 200, description = "It was published.", body = WorkspaceView)))]
+pub(super) async fn revert(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Segment(id): Segment<String>,
+    Wish(wish): Wish<RevertWorkspace>,
+) -> Result<Json<WorkspaceView>, Refused> {
+    Ok(Json(agent.revert_workspace(&peer.caller, &id, wish).await?))
+}
+
+/// Reads each layer of a workspace's head; a damaged one is marked, and mounted no more.
+#[utoipa::path(post, path = "/v1/workspaces/{id}/verify",
+    params(("id" = String, Path, description = "Its name, percent-encoded.")),
+    responses((status = 200, description = "What was found.", body = WorkspaceReport)))]
+pub(super) async fn verify(
+    State(agent): State<Agent>,
+    Segment(id): Segment<String>,
+) -> Result<Json<WorkspaceReport>, Refused> {
+    Ok(Json(agent.verify_workspace(&id).await?))
 }

@@ -43,6 +43,7 @@ pub(super) fn i2_generations_grow(f: &dyn Fixture) {
     assert_eq!(refused(f, &wish(9)), Code::UnknownWorkspace);
     let made = create(f);
     assert_eq!(made.generation, before.lease.generation);
+    assert_eq!(made.at, at(2, &[1]), "no two heads of a name have one version");
     // The old token opens nothing in the new workspace, before and after its first lease.
     let stale = Publish { expected: made.at, ..publication(&before, 1, 2) };
     assert_eq!(publish(f, &stale).unwrap_err().code, Code::LeaseMismatch);
@@ -120,7 +121,8 @@ pub(super) fn i2_other_boot(f: &dyn Fixture) {
 }
 
 pub(super) fn i2_held_unknown(f: &dyn Fixture) {
-    f.authority().hold(&ws(), "the mark says 5, no record").unwrap();
+    f.authority().hold(&ws(), "the mark says 5, no record", no_rider()).unwrap();
+    assert_eq!(refused(f, &wish(1)), Code::WorkspaceHeld);
     let new = NewWorkspace {
         id: ws(),
         owner: "ann".parse().unwrap(),
@@ -130,16 +132,52 @@ pub(super) fn i2_held_unknown(f: &dyn Fixture) {
     };
     let refusal = f.authority().create(&new, no_rider()).unwrap().unwrap_err();
     assert_eq!(refusal.code, Code::WorkspaceHeld);
-    f.authority().repair(&ws(), Generation(5), "looked at").unwrap().unwrap();
-    create(f);
+    let seen = Seen { generation: Generation(5), version: Version(3) };
+    let repaired = f.authority().repair(&ws(), &seen, "looked at", no_rider()).unwrap().unwrap();
+    assert!(repaired.deleted, "it comes back as the tombstone that it is");
+    assert_eq!(refused(f, &wish(1)), Code::UnknownWorkspace);
+    assert_eq!(create(f).at, at(5, &[1]));
     assert_eq!(acquire(f, 1).lease.generation, Generation(6));
+}
+
+/// An authority that lost what a host saw is told so by that host's next acquisition.
+pub(super) fn i2_below_what_was_seen(f: &dyn Fixture) {
+    let seen = |generation, version| Seen {
+        generation: Generation(generation),
+        version: Version(version),
+    };
+    create(f);
+    let a = acquire(f, 1);
+    end(f, &a, LeaseState::Released, "done").unwrap();
+    // What it knows is no news to it, nor is less.
+    for (n, known) in [(2, seen(1, 1)), (3, seen(0, 0)), (4, seen(3, 0))] {
+        let a = f.authority().acquire(&Acquire { seen: known, ..wish(n) }, no_rider());
+        end(f, &a.unwrap().unwrap(), LeaseState::Released, "done").unwrap();
+    }
+    for (known, what) in [(seen(5, 0), "generation 4, but 5"), (seen(0, 2), "version 1, but 2")] {
+        let before = record(f);
+        let ask = Acquire { seen: known, force: Some("now".to_owned()), ..wish(9) };
+        let refusal = f.authority().acquire(&ask, no_rider()).unwrap().unwrap_err();
+        assert_eq!(refusal.code, Code::WorkspaceHeld);
+        assert!(refusal.to_string().contains(what), "{refusal}");
+        let why = record(f).hold.expect("it is on HOLD at the authority, too");
+        assert!(why.contains(what), "{why}");
+        assert_eq!(record(f), before.held(&why), "nothing else changed");
+        assert_eq!(refused(f, &wish(10)), Code::WorkspaceHeld, "also to who saw nothing");
+        f.authority().repair(&ws(), &before.seen(), "looked at", no_rider()).unwrap().unwrap();
+    }
+    let elsewhere: WorkspaceId = "elsewhere".parse().unwrap();
+    let ask = Acquire { workspace: elsewhere.clone(), seen: seen(1, 0), ..wish(11) };
+    assert_eq!(refused(f, &ask), Code::WorkspaceHeld);
+    let tombstone = f.authority().get(&elsewhere).unwrap().unwrap();
+    assert!(tombstone.deleted && tombstone.hold.is_some());
 }
 
 pub(super) fn i2_repair(f: &dyn Fixture) {
     create(f);
     let a = acquire(f, 1);
-    f.authority().hold(&ws(), "below its mark").unwrap();
-    f.authority().hold(&ws(), "below its mark").unwrap();
+    f.authority().hold(&ws(), "below its mark", no_rider()).unwrap();
+    f.authority().hold(&ws(), "below its mark", no_rider()).unwrap();
     assert_eq!(newest(f), Happening::Held { why: "below its mark".to_owned() });
     assert_eq!(f.authority().history(&ws(), 9).unwrap().len(), 3, "said once");
     assert_eq!(refused(f, &wish(2)), Code::WorkspaceHeld);
@@ -148,11 +186,26 @@ pub(super) fn i2_repair(f: &dyn Fixture) {
     assert_eq!(refusal.code, Code::WorkspaceHeld);
     let refusal = f.authority().delete(&ws(), "x", no_rider()).unwrap().unwrap_err();
     assert_eq!(refusal.code, Code::WorkspaceHeld);
-    let repaired = f.authority().repair(&ws(), Generation(40), "marks say 40").unwrap().unwrap();
-    assert_eq!((repaired.generation, repaired.hold), (Generation(40), None));
+    let seen = Seen { generation: Generation(40), version: Version(7) };
+    let repaired = f.authority().repair(&ws(), &seen, "marks say 40", no_rider()).unwrap().unwrap();
+    assert_eq!(record(f), repaired);
+    assert_eq!((repaired.generation, &repaired.hold), (Generation(40), &None));
+    // Versions up to 7 are spoken for: the head that is left gets one of its own.
+    assert_eq!(repaired.at, at(8, &[1]));
+    assert_eq!(repaired.lease.as_ref().unwrap().state, LeaseState::Revoked);
+    let told = Happening::Repaired {
+        why: "marks say 40".to_owned(),
+        generation: Generation(40),
+        at: at(8, &[1]),
+    };
+    assert_eq!(newest(f), told);
     assert_eq!(publish(f, &publication(&a, 2, 2)).unwrap_err().code, Code::StaleGeneration);
-    f.clock().set(1, 5000);
     assert_eq!(acquire(f, 3).lease.generation, Generation(41));
+    // A lease of the accepted generation itself does not outlast the HOLD either.
+    f.authority().hold(&ws(), "again", no_rider()).unwrap();
+    f.authority().repair(&ws(), &record(f).seen(), "x", no_rider()).unwrap().unwrap();
+    assert_eq!(record(f).generation, Generation(41));
+    assert_eq!(acquire(f, 4).lease.generation, Generation(42));
 }
 
 pub(super) fn takeover_record(f: &dyn Fixture) {

@@ -60,13 +60,15 @@ pub(super) fn i1_every_reason(f: &dyn Fixture) {
     enter(f, &p(8), KeyState::Sent).unwrap();
     refuse(Publish { layer: layer(9), ..p(8) }, Code::KeyUsed);
     resolve(f, PublicationKey::from_u128(8));
-    f.authority().hold(&ws(), "odd").unwrap();
+    f.authority().hold(&ws(), "odd", no_rider()).unwrap();
     refuse(p(10), Code::WorkspaceHeld);
-    f.authority().repair(&ws(), Generation(0), "looked at").unwrap().unwrap();
+    f.authority().repair(&ws(), &record(f).seen(), "looked at", no_rider()).unwrap().unwrap();
     assert!(f.authority().prune(u64::MAX >> 17).unwrap() > 0);
     refuse(p(1), Code::KeyForgotten);
+    // The repair ended the lease that there was.
+    let a = acquire(f, 5);
     end(f, &a, LeaseState::Released, "done").unwrap();
-    refuse(p(20), Code::LeaseReleased);
+    refuse(publication(&a, 20, 2), Code::LeaseReleased);
     let b = acquire(f, 2);
     end(f, &b, LeaseState::Revoked, "why").unwrap();
     refuse(publication(&b, 21, 2), Code::LeaseRevoked);

@@ -65,8 +65,10 @@ const TESTS: &[Test] = &[
     ("I2 a lease of another boot is over", leases::i2_other_boot),
     ("I2 an unknown workspace on HOLD is not made anew", leases::i2_held_unknown),
     ("I2 a repair goes on above what was seen", leases::i2_repair),
+    ("I2 below what a host saw it goes on HOLD", leases::i2_below_what_was_seen),
     ("I1 each single mismatch is refused and changes nothing", publications::i1_each_mismatch),
     ("I1 of competing publications one wins", publications::i1_one_of_many),
+    ("I1 a whole head comes back as one publication", publications::i1_whole_head),
     ("I1 a closing lease may publish, an ended one may not", publications::i1_ended),
     ("I7 the same key gets the same answer", publications::i7_same_answer),
     ("I7 a buried key stays unusable", publications::i7_buried),
@@ -139,6 +141,7 @@ fn wish(n: u128) -> Acquire {
         max_lifetime: Duration::from_secs(100),
         force: None,
         only_at: None,
+        seen: Seen::default(),
     }
 }
 
@@ -159,6 +162,7 @@ fn publication(a: &Acquired, key: u128, new: u8) -> Publish {
         expected: a.at.clone(),
         key: PublicationKey::from_u128(key),
         layer: layer(new),
+        whole: None,
     }
 }
 

@@ -187,3 +187,29 @@ pub(super) fn riders(f: &dyn Fixture) {
         .unwrap();
     assert_eq!(f.written(), ["first-ok", "second-refused", "third-ok", "fourth-ok"]);
 }
+
+/// A revert: the same predicate, another content.
+pub(super) fn i1_whole_head(f: &dyn Fixture) {
+    create(f);
+    let a = acquire(f, 1);
+    publish(f, &publication(&a, 1, 2)).unwrap();
+    end(f, &a, LeaseState::Released, "done").unwrap();
+    let b = acquire(f, 2);
+    let back = Publish { whole: Some(at(1, &[1]).head), ..publication(&b, 2, 1) };
+    let late = Publish { expected: at(1, &[1]), key: PublicationKey::from_u128(9), ..back.clone() };
+    assert_eq!(publish(f, &late).unwrap_err().code, Code::VersionMismatch);
+    assert_eq!(record(f).at, at(2, &[1, 2]));
+    assert_eq!(publish(f, &back).unwrap(), at(3, &[1]));
+    assert_eq!(publish(f, &back).unwrap(), at(3, &[1]), "the same key, the same answer");
+    let other = Publish { whole: Some(at(2, &[1, 2]).head), ..back.clone() };
+    assert_eq!(publish(f, &other).unwrap_err().code, Code::KeyUsed);
+    // Its top layer is nobody's to replace: the next publication comes on top, of the same session too.
+    let next = Publish { expected: at(3, &[1]), ..publication(&b, 3, 4) };
+    assert_eq!(publish(f, &next).unwrap(), at(4, &[1, 4]));
+    let empty = Publish {
+        expected: at(4, &[1, 4]),
+        whole: Some(Default::default()),
+        ..publication(&b, 4, 0)
+    };
+    assert_eq!(publish(f, &empty).unwrap(), at(5, &[]));
+}

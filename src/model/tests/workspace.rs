@@ -146,6 +146,7 @@ impl Bench {
                     expected,
                     key: key(k as u128),
                     layer: layer(k as u8),
+                    whole: None,
                 };
                 let may = self.may_publish(&wish, k);
                 match self.w.publish(&wish, &self.keys[k], &self.now) {
@@ -184,7 +185,7 @@ impl Bench {
             }
             Ask::Enter { .. } => {}
             Ask::Hold => self.w = self.w.held("odd"),
-            Ask::Repair => self.w.hold = None,
+            Ask::Repair => self.w = self.w.repaired(&self.w.seen()),
             Ask::Recreate => {
                 self.w = Workspace::new(before.id.clone(), before.owner.clone(), Some(&before));
                 prop_assert_eq!(self.w.generation, before.generation);
@@ -218,6 +219,7 @@ fn acquire(w: &Workspace, lease: u128, session: u128, force: bool, at: Option<bo
         max_lifetime: Duration::from_nanos(if force { 3 } else { 12 }),
         force: force.then(|| "now".to_owned()),
         only_at: at.map(|right| if right { w.at.clone() } else { other }),
+        seen: w.seen(),
     }
 }
 

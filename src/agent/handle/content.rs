@@ -1,0 +1,246 @@
+//! What a workspace consists of: taken in as its first layers, set back to an earlier version, read
+//! through for damage.
+
+use std::path::Path;
+
+use super::workspaces::{any, create_with, find};
+use super::{Agent, actor, of_upper, unavailable, workspace_id};
+use crate::agent::effects::text;
+use crate::agent::failure::{Caller, Failure};
+use crate::agent::host::Host;
+use crate::authority::Happening;
+use crate::kernel::clock;
+use crate::model::code::Code;
+use crate::model::head::{Digest, Head, HeadAt};
+use crate::model::ids::{LeaseId, Owner, PublicationKey, SessionId, Version, WorkspaceId};
+use crate::model::journal::{Draft, Journal};
+use crate::model::lease::{HolderKind, LeaseState};
+use crate::model::view::{
+    ImportWorkspace, LayerReport, RevertWorkspace, WorkspaceReport, WorkspaceView,
+};
+use crate::model::workspace::{Acquire, Acquired, Publish, Refusal, Seen, Workspace};
+use crate::upper::image;
+
+/// Layers of an imported image, uncompressed, unless the request says otherwise.
+const MAX_BYTES: u64 = 64 << 30;
+/// A revert holds a lease for no longer, should the agent die in the middle of it.
+const LEASE: std::time::Duration = std::time::Duration::from_secs(30);
+
+impl Agent {
+    /// Makes a workspace whose first layers are an image's, or a directory.
+    pub async fn import_workspace(
+        &self,
+        by: &Caller,
+        wish: ImportWorkspace,
+    ) -> Result<WorkspaceView, Failure> {
+        let by = by.clone();
+        self.blocking(move |host| import(host, &by, wish).map(|w| host.workspace_view(&w))).await
+    }
+
+    /// Publishes the head of an earlier version once more, as a new version, under a lease of its
+    /// own.
+    pub async fn revert_workspace(
+        &self,
+        by: &Caller,
+        id: &str,
+        wish: RevertWorkspace,
+    ) -> Result<WorkspaceView, Failure> {
+        let id = workspace_id(id)?;
+        let by = by.clone();
+        self.blocking(move |host| {
+            revert(host, &by, &id, Version(wish.to), &wish.reason)?;
+            any(host, &id).map(|w| host.workspace_view(&w))
+        })
+        .await
+    }
+
+    /// Reads every layer of a workspace's head: stored file, unpacked tree.
+    pub async fn verify_workspace(&self, id: &str) -> Result<WorkspaceReport, Failure> {
+        let id = workspace_id(id)?;
+        self.blocking(move |host| {
+            let known = any(host, &id)?;
+            let mut layers = Vec::new();
+            for layer in &known.at.head.0 {
+                layers.push(verified(host, *layer)?);
+            }
+            Ok(WorkspaceReport {
+                workspace: id.to_string(),
+                version: known.at.version.0,
+                ok: layers.iter().all(|layer| layer.fault.is_none()),
+                layers,
+            })
+        })
+        .await
+    }
+}
+
+fn verified(host: &Host, layer: Digest) -> Result<LayerReport, Failure> {
+    use crate::upper::Error;
+    let report = |unpacked, fault| LayerReport { layer: layer.to_string(), unpacked, fault };
+    match host.layers.verify(layer, &|| host.stopping()) {
+        Ok(unpacked) => Ok(report(unpacked, None)),
+        Err(fault @ (Error::Stopped | Error::Changed { .. })) => Err(of_upper(fault)),
+        Err(fault) => Ok(report(host.layers.lower_path(layer).is_ok(), Some(text(fault)))),
+    }
+}
+
+fn import(host: &Host, by: &Caller, wish: ImportWorkspace) -> Result<Workspace, Failure> {
+    let bad = |text: String| Failure::new(Code::BadRequest, text);
+    let ImportWorkspace { about, image, max_bytes } = wish;
+    let Some(image) = image else {
+        if about.lowers.is_empty() {
+            return Err(bad("say what is imported: a directory (`lowers`) or an `image`".into()));
+        }
+        return create_with(host, by, about, vec![]);
+    };
+    if !about.lowers.is_empty() {
+        return Err(bad("an image or directories are imported, not both".into()));
+    }
+    let path = image.path().filter(|path| path.is_absolute());
+    let path = path.ok_or_else(|| bad(format!("{:?} is no absolute path", image.0)))?;
+    host.refuse_when_short()?;
+    super::workspaces::refuse_existing(host, &workspace_id(&about.id)?)?;
+    let layers = layers_of(host, &path, max_bytes.unwrap_or(MAX_BYTES))?;
+    create_with(host, by, about, layers)
+}
+
+fn layers_of(host: &Host, path: &Path, max: u64) -> Result<Vec<Digest>, Failure> {
+    let all =
+        image::import(path, &host.layers, max, &|| host.stopping()).map_err(|fault| match fault
+            .code()
+        {
+            Code::Internal => Failure::new(Code::ImageRefused, text(fault)),
+            Code::BundleInvalid => Failure::new(Code::ImageRefused, text(fault)),
+            _ => of_upper(fault),
+        })?;
+    Ok(all.into_iter().map(|one| one.layer.diff_id).collect())
+}
+
+/// The head that a version had.
+fn head_at(host: &Host, id: &WorkspaceId, version: Version) -> Result<Head, Failure> {
+    let rows = host.authority.history(id, usize::MAX).map_err(unavailable)?;
+    let told = rows.into_iter().find_map(|row| match row.what {
+        Happening::Created { at, .. }
+        | Happening::Published { at, .. }
+        | Happening::Repaired { at, .. }
+            if at.version == version =>
+        {
+            Some(at.head)
+        }
+        _ => None,
+    });
+    told.ok_or_else(|| {
+        let text = format!(
+            "workspace {id} never had a version {version}; `overfence workspace history {id}` shows \
+             those it had"
+        );
+        Failure::new(Code::NotFound, text)
+    })
+}
+
+fn revert(
+    host: &Host,
+    by: &Caller,
+    id: &WorkspaceId,
+    to: Version,
+    reason: &str,
+) -> Result<(), Failure> {
+    let known = find(host, id)?;
+    let head = head_at(host, id, to)?;
+    if known.at.version == to {
+        let text = format!("version {to} is the present one of {id}: there is nothing to revert");
+        return Err(Failure::new(Code::WrongState, text));
+    }
+    host.refuse_when_short()?;
+    // A head that cannot be mounted is not published.
+    for layer in &head.0 {
+        host.layers.ensure_tree(*layer).map_err(of_upper)?;
+    }
+    let owner: Owner = by
+        .owner()
+        .parse()
+        .map_err(|e: crate::model::ids::InvalidId| Failure::new(Code::BadRequest, e.to_string()))?;
+    let (session, lease) = (SessionId::fresh(), LeaseId::fresh());
+    let told = |kind: &str, detail| {
+        let entry = Draft {
+            kind: kind.to_owned(),
+            workspace: Some(id.clone()),
+            session: None,
+            generation: None,
+            actor: actor(by),
+            detail,
+        };
+        Journal { sessions: vec![], entries: vec![entry] }
+    };
+    let ask = Acquire {
+        workspace: id.clone(),
+        lease,
+        owner,
+        host: host.id,
+        session,
+        holder: HolderKind::Beat,
+        ttl: LEASE,
+        max_lifetime: LEASE,
+        force: None,
+        only_at: Some(known.at.clone()),
+        seen: host.store.marks().highest(id),
+    };
+    let begun = clock::now();
+    let rider = |answer: &Result<Acquired, Refusal>| {
+        told("acquire", serde_json::json!({ "asked": ask, "for": "revert", "answer": answer }))
+    };
+    let acquired = host
+        .authority
+        .acquire(&ask, Box::new(rider))
+        .map_err(unavailable)?
+        .inspect_err(|refusal| host.held_by_acquisition(&ask, refusal))?;
+    let generation = acquired.lease.generation;
+    let seen = |version| Seen { generation, version };
+    host.store.raise_mark(id, seen(known.at.version)).map_err(unavailable)?;
+    let wish = Publish {
+        workspace: id.clone(),
+        lease,
+        generation,
+        session,
+        expected: acquired.at.clone(),
+        key: PublicationKey::fresh(),
+        layer: head.0.last().copied().unwrap_or(Digest([0; 32])),
+        whole: Some(head),
+    };
+    let rider = |answer: &Result<HeadAt, Refusal>| {
+        let detail = serde_json::json!({
+            "offered": wish, "answer": answer, "reverts_to": to, "reason": reason,
+        });
+        told("publication", detail)
+    };
+    let answer = host.authority.publish(&wish, Box::new(rider));
+    let why = format!("reverted to version {to}");
+    let ended = host.authority.end(
+        id,
+        lease,
+        generation,
+        LeaseState::Released,
+        &why,
+        crate::authority::no_rider(),
+    );
+    if let Err(fault) = ended {
+        tracing::warn!(OVERFENCE_WORKSPACE = %id, "the lease of a revert runs until its end: {}", text(fault));
+    }
+    let at = match answer {
+        Err(crate::authority::Error::Unknown { why }) => {
+            let text = format!(
+                "publication {} of the revert has no known outcome: {why}; `workspace status` tells \
+                 which version there is",
+                wish.key
+            );
+            return Err(Failure::new(Code::UnknownPublication, text));
+        }
+        answer => answer.map_err(unavailable)?,
+    };
+    if let Err(refusal) = &at {
+        host.metrics.refused(refusal.code);
+    }
+    host.note_published(id, seen(at?.version));
+    tracing::info!(OVERFENCE_WORKSPACE = %id, "reverted to version {to} in {:?}", clock::now().since(begun));
+    Ok(())
+}

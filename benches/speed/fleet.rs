@@ -139,6 +139,7 @@ fn idle(rig: &Rig, beats: &Beats) {
         };
         threads.map(of).sum()
     };
+    let mut cold = Cold::new();
     let (begun, before, given) = (Instant::now(), cpu(), beats.given.load(Ordering::Relaxed));
     std::thread::sleep(IDLE);
     let used = (cpu() - before) as f64 / 1e9;
@@ -158,6 +159,36 @@ fn idle(rig: &Rig, beats: &Beats) {
         100.0 * used / span.as_secs_f64(),
         text(span),
     );
+    println!(
+        "  a page of memory that lay untouched for as long: {} a touch here; touched again: {}",
+        text(cold.touch()),
+        text(cold.touch()),
+    );
+}
+
+/// Pages that nobody touches meanwhile: what an idle session's memory costs when its turn comes. On a
+/// virtual machine whose host takes such pages away that is most of what an idle agent uses.
+struct Cold(Vec<u8>);
+
+impl Cold {
+    const PAGE: usize = 4096;
+    const PAGES: usize = 4000;
+
+    fn new() -> Self {
+        Self(vec![1; Self::PAGES * Self::PAGE])
+    }
+
+    /// The mean of one touch, in an order that nobody foresees.
+    fn touch(&mut self) -> Duration {
+        let begun = Instant::now();
+        for i in 0..Self::PAGES {
+            // 1637 and 4000 have no common divisor: each page once.
+            let page = i * 1637 % Self::PAGES;
+            let byte = std::hint::black_box(&mut self.0[page * Self::PAGE]);
+            *byte = byte.wrapping_add(1);
+        }
+        begun.elapsed() / u32::try_from(Self::PAGES).unwrap()
+    }
 }
 
 /// `overfence run` beside a plain exec: the command says when it runs.

@@ -49,7 +49,8 @@ fn long_runtime(place: &Place) {
     let inside = host.dir.join("run/sessions").join(&id).join("inside/session.sock");
     assert!(inside.as_os_str().len() > 107, "{}", inside.display());
     // From inside it is a short path whatever it is here.
-    let beat = host.run(&["session", "exec", &id, "--", "overfence", "lease", "beat"]);
+    let beat =
+        host.run(&["session", "exec", &id, "--", "/run/overfence/overfence", "lease", "beat"]);
     assert!(beat.status.success(), "{beat:?}");
     host.must(&["session", "close", &id]);
     host.stop();

@@ -210,8 +210,8 @@ mod tests {
     use super::*;
     use crate::authority::conformance::{Fixture, TestClock, run};
     use crate::authority::{
-        Authority, Code, Digest, Generation, LeaseId, Ledger as _, NewWorkspace, Publish, Refusal,
-        Renewal, Seen, SessionId, Version, no_rider,
+        Authority, Code, Digest, Generation, KeyState, LeaseId, Ledger as _, NewWorkspace, Publish,
+        Refusal, Renewal, Seen, SessionId, Version, no_rider,
     };
     use crate::store::Paths;
 
@@ -261,7 +261,6 @@ mod tests {
     fn i7_keys_of_an_older_build_keep_their_answer() {
         use crate::model::head::{Digest, Head, HeadAt};
         use crate::model::ids::{LeaseId, SessionId, Version};
-        use crate::model::ledger::KeyState;
         use crate::model::workspace::Publish;
 
         let host = embedded();
@@ -377,7 +376,10 @@ mod tests {
         assert!(matches!(host.authority.get(&a), Err(Error::NotBelieved { .. })));
         // A repair makes it again from its history; one without such a history stays as it is.
         let seen = Seen { generation: Generation(7), version: Version(0) };
+        let before = PublicationKey::fresh();
         let repaired = host.authority.repair(&a, &seen, "looked", no_rider()).unwrap().unwrap();
+        // A key of before may have been pruned: whether it was went with the record.
+        assert_eq!(repaired.without_row(before), KeyState::Forgotten);
         assert_eq!((repaired.owner.as_str(), repaired.generation), ("ann", Generation(7)));
         assert_eq!(host.authority.get(&a).unwrap(), Some(repaired));
         other

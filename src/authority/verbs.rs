@@ -289,10 +289,13 @@ fn retold(rows: &mut dyn Rows, id: &WorkspaceId) -> Outcome<Workspace> {
             | Happening::Assigned { .. } => {}
         }
     }
-    match known {
-        true => Ok(Ok(made)),
-        false => Ok(Err(not_believed("nor does its history say how it was made"))),
+    if !known {
+        return Ok(Err(not_believed("nor does its history say how it was made")));
     }
+    // Which keys were pruned stood in the record alone: of one without a row nothing is said.
+    let now = u64::try_from(rows.wall().as_millisecond()).unwrap_or(u64::MAX);
+    made.forgotten = Some(PublicationKey::first_at(now.saturating_add(1)));
+    Ok(Ok(made))
 }
 
 fn repair(rows: &mut dyn Rows, id: &WorkspaceId, seen: &Seen, why: &str) -> Outcome<Workspace> {

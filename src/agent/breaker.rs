@@ -62,8 +62,12 @@ impl Host {
             })
         });
         let stopped = sessions.iter().filter(|s| s.boot == self.boot && !s.holds_lease());
-        let mut losses: Vec<_> =
-            stopped.filter_map(|s| Some((s.facts.0.get(&Fact::Frozen)?.at, *s))).collect();
+        // One that was lost and is not proved frozen was lost as the former agent ended.
+        let lost_at = |s: &Session| match s.facts.0.get(&Fact::Frozen) {
+            Some(proof) => Some(proof.at),
+            None => (s.state == State::Fencing).then(clock::now),
+        };
+        let mut losses: Vec<_> = stopped.filter_map(|s| Some((lost_at(s)?, *s))).collect();
         losses.sort_by_key(|(at, s)| (*at, s.id));
         let mut breaker = Breaker::with(open);
         breaker.recall(losses.into_iter(), clock::now());

@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::ids::SessionId;
-use super::session::{Loss, Session, State};
+use super::session::{Loss, Session, State, UNKNOWN};
 use super::step::Effect;
 use super::time::BootNs;
 
@@ -48,6 +48,8 @@ fn kind(loss: &Loss) -> Option<Kind> {
     match loss {
         Loss::Doubt { .. } => Some(Kind::Doubt),
         Loss::Expired { .. } | Loss::Superseded { .. } => Some(Kind::Other),
+        // A crash took the reason along: nobody is known to have asked for it.
+        Loss::Operator { by, .. } if by == UNKNOWN => Some(Kind::Other),
         Loss::Revoked { .. }
         | Loss::Operator { .. }
         | Loss::Reboot

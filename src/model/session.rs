@@ -63,6 +63,9 @@ impl fmt::Display for State {
     }
 }
 
+/// Who fenced a session whose stamp says so and whose record does not: a crash came between them.
+pub const UNKNOWN: &str = "unknown";
+
 /// Why the lease is lost.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "why", rename_all = "snake_case")]

@@ -2,6 +2,7 @@
 
 use super::removal::next_removal;
 use super::*;
+use crate::model::session::UNKNOWN;
 
 pub(super) fn on_opened(s: &mut Session) -> Step {
     match s.state {
@@ -136,7 +137,7 @@ pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
         // A fence began and the agent died ahead of its record. Its reason is lost, so it is a
         // person's until a person says otherwise: no policy undoes it.
         State::Active | State::Releasing if found.fence_stamped => {
-            let (by, reason) = ("unknown".to_owned(), "the cgroup's stamp says so".to_owned());
+            let (by, reason) = (UNKNOWN.to_owned(), "the cgroup's stamp says so".to_owned());
             lose(s, Loss::Operator { by, reason }, true)
         }
         State::Active | State::Releasing if !found.lease_good => {

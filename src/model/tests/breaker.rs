@@ -6,7 +6,7 @@ use super::super::breaker::{Breaker, stops};
 use super::super::code::Code;
 use super::super::ids::{Generation, SessionId};
 use super::super::lease::Bound;
-use super::super::session::{Loss, Session, State};
+use super::super::session::{Loss, Session, State, UNKNOWN};
 use super::super::step::{Effect, Purpose};
 use super::super::time::BootNs;
 use super::session;
@@ -66,6 +66,8 @@ fn only_what_nobody_asked_for_counts() {
         silent(),
         Loss::Expired { bound: Bound::Lifetime },
         Loss::Superseded { generation: Generation(2), owner: None, code: Code::LeaseMismatch },
+        // A crash took the reason along.
+        Loss::Operator { by: UNKNOWN.to_owned(), reason: "stamp".to_owned() },
     ];
     let (by, reason) = ("op".to_owned(), "why".to_owned());
     let asked = [

@@ -154,7 +154,7 @@ fn under_beats(host: &Host, beats: &Beats) {
     eprintln!(
         "{SESSIONS} frozen, {proved} proved at once, the latest {latest:?} after its deadline"
     );
-    assert!(proved > 0, "nothing is proved while the authority is away");
+    assert!(proved >= SESSIONS / 2, "{proved} proved");
     assert!(latest < paced(Duration::from_secs(1)), "{latest:?}");
     // Half of them go for doubt: the breaker is open, and the authority is what it waits for.
     let shown = host.must(&["breaker", "show"]);

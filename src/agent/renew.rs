@@ -180,11 +180,11 @@ impl Host {
             inner.beats = Beats::of(&self.paths.init_of(inner.session.id));
         }
         let sign = inner.beats.as_ref().and_then(Beats::last);
-        // One that came after the deadline revives nothing.
-        let counts = |sign: &BootNs| *sign > inner.lease.signs.holder && *sign < inner.deadline().0;
-        if let Some(sign) = sign.filter(counts) {
+        let Some(sign) = sign.filter(|sign| *sign > inner.lease.signs.holder) else { return };
+        // One that came after the deadline revives nothing; but it was not silence that ended the lease.
+        inner.lease.signed = true;
+        if sign < inner.deadline().0 {
             inner.lease.signs.holder = sign;
-            inner.lease.signed = true;
             self.refresh_deadline(inner);
         }
     }

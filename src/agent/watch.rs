@@ -74,7 +74,10 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
             Ok(Some(thaw)) if since.is_some_and(|since| thaw > since) => {
                 format!("freeze 0 at {} ns since boot; the keeper froze it again", thaw.0)
             }
-            _ => {
+            answer => {
+                if let Err(fault) = answer {
+                    tracing::warn!(OVERFENCE_SESSION = %slot.id, "whether the keeper found it thawed: {}", super::effects::text(fault));
+                }
                 keep::gather(host, slot);
                 return;
             }

@@ -93,10 +93,10 @@ impl Passed {
         let stamped = match cgroup.read_stamp() {
             Ok(Some(stamp)) if stamp == own || stamp.purpose == Purpose::Fence => {
                 // Stopped before, and not any more: once it is frozen again nobody else can see that.
-                match cgroup.wish() {
-                    Ok(false) => cgroup.note_thaw(clock::now()),
-                    _ => Ok(()),
-                }
+                cgroup.wish().and_then(|stands| match stands {
+                    true => Ok(()),
+                    false => cgroup.note_thaw(clock::now()),
+                })
             }
             _ => {
                 failpoint::hit("keeper.stamp.before");

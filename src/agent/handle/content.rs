@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use super::workspaces::{any, create_with, find};
-use super::{Agent, actor, of_upper, unavailable, workspace_id};
+use super::{Agent, holds, of_upper, unavailable, workspace_id};
 use crate::agent::effects::text;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
@@ -13,7 +13,6 @@ use crate::kernel::clock;
 use crate::model::code::Code;
 use crate::model::head::{Digest, Head, HeadAt};
 use crate::model::ids::{LeaseId, Owner, PublicationKey, SessionId, Version, WorkspaceId};
-use crate::model::journal::{Draft, Journal};
 use crate::model::lease::{HolderKind, LeaseState};
 use crate::model::view::{
     ImportWorkspace, LayerReport, RevertWorkspace, WorkspaceReport, WorkspaceView,
@@ -161,17 +160,7 @@ fn revert(
         .parse()
         .map_err(|e: crate::model::ids::InvalidId| Failure::new(Code::BadRequest, e.to_string()))?;
     let (session, lease) = (SessionId::fresh(), LeaseId::fresh());
-    let told = |kind: &str, detail| {
-        let entry = Draft {
-            kind: kind.to_owned(),
-            workspace: Some(id.clone()),
-            session: None,
-            generation: None,
-            actor: actor(by),
-            detail,
-        };
-        Journal { sessions: vec![], entries: vec![entry] }
-    };
+    let told = |kind: &str, detail| holds::entry(kind, id, by, detail);
     let ask = Acquire {
         workspace: id.clone(),
         lease,

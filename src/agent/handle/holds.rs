@@ -13,7 +13,13 @@ use crate::model::step::Event;
 use crate::model::view::{DeleteWorkspace, HoldWorkspace, RepairWorkspace, WorkspaceView};
 use crate::model::workspace::{Refusal, Seen, Workspace};
 
-fn entry(kind: &str, id: &WorkspaceId, by: &Caller, detail: serde_json::Value) -> Journal {
+/// One entry about a workspace, and nothing else.
+pub(super) fn entry(
+    kind: &str,
+    id: &WorkspaceId,
+    by: &Caller,
+    detail: serde_json::Value,
+) -> Journal {
     let entry = Draft {
         kind: kind.to_owned(),
         workspace: Some(id.clone()),

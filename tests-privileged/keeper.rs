@@ -257,6 +257,11 @@ fn i3_a_thaw_that_the_keeper_undoes_first_is_recorded(place: &host::Place) {
     let cgroup = path_of(&host.until(&id, |v| has(v, "frozen")), "cgroup");
     let agent = Pid::from_raw(host.agent_pid().try_into().unwrap());
     kill(agent, Signal::SIGSTOP).unwrap();
+    let stands = |task: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap().contains(") T ")
+    };
+    let tasks = format!("/proc/{agent}/task");
+    until("all of the agent stands", || std::fs::read_dir(&tasks).unwrap().all(stands));
     std::fs::write(cgroup.join("cgroup.freeze"), "0").unwrap();
     let frozen = || Cgroup::open(&cgroup).unwrap().unwrap().state().unwrap().is_frozen();
     until("the keeper freezes it again", frozen);

@@ -100,8 +100,9 @@ fn trash(place: &Place) {
     assert!(host.start(None), "{}", host.log());
     assert_eq!(host.must(&["session", "inspect", &id])["state"], "ACTIVE");
     wait("the trash is empty", || std::fs::read_dir(&trash).unwrap().count() == 0);
+    wait("it is said", || host.log().contains("finished the removal"));
     let said = host.log();
-    let finished = said.find("finished the removal").expect("it is said");
+    let finished = said.find("finished the removal").unwrap();
     assert!(said.rfind("ready on").unwrap() < finished, "ready came after the removal: {said}");
     host.must(&["session", "close", &id]);
     host.stop();

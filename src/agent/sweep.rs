@@ -91,7 +91,7 @@ fn spawn_looks(host: &Arc<Host>, due: Looks) -> tokio::task::JoinHandle<Looks> {
 
 async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
     let worker = Arc::clone(&host);
-    if let Err(fault) = tokio::task::spawn_blocking(move || worker.store.reserve().refill()).await {
+    if let Err(fault) = tokio::task::spawn_blocking(move || worker.store.hold_room()).await {
         tracing::error!("the reserve was not looked at: {fault}");
     }
     resume_doubted(&host).await;

@@ -46,6 +46,10 @@ struct Writer {
     broken: Option<String>,
 }
 
+/// Bytes of the log whose room is held: SQLite copies the log into the database and begins it anew
+/// after 4 MB. As much again is for a disk that is full when it wants to.
+const LOG: u64 = 8 << 20;
+
 /// The database. Calls block; do not call from inside a job.
 pub struct Db {
     writer: Mutex<Writer>,
@@ -82,6 +86,18 @@ impl Db {
             waiting: AtomicUsize::new(0),
             commits: AtomicU64::new(0),
         })
+    }
+
+    /// Takes room on the disk for the commits to come, before there are writers to race for it.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn hold_room(&self) -> Result<(), Error> {
+        // No commit lengthens the log meanwhile.
+        let writer = self.lock();
+        let mut log = writer.conn.path().unwrap_or_default().to_owned();
+        log.push_str("-wal");
+        files::lengthen(Path::new(&log), LOG)
     }
 
     /// Commits that changed something, since open.
@@ -235,6 +251,7 @@ fn damage<R>(outcome: &std::thread::Result<Result<R, Error>>) -> Option<String> 
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
     use std::sync::Barrier;
     use std::time::{Duration, Instant};
 
@@ -250,6 +267,30 @@ mod tests {
         conn.execute("INSERT INTO meta (key, value) VALUES (?, '')", [key])
             .map(drop)
             .map_err(Error::sql("put"))
+    }
+
+    #[test]
+    fn the_log_has_its_room_from_the_start_and_loses_nothing_in_a_crash() {
+        let (dir, db) = fresh();
+        let log = |dir: &Path| std::fs::metadata(dir.join("db-wal")).unwrap();
+        db.call(Durability::Full, |conn| put(conn, "before")).unwrap();
+        db.hold_room().unwrap();
+        let (bytes, blocks) = (log(dir.path()).len(), log(dir.path()).blocks());
+        assert!(bytes == LOG && blocks * 512 >= LOG, "{bytes} bytes, {blocks} blocks");
+        for i in 0..500 {
+            db.call(Durability::Full, |conn| put(conn, &format!("k{i:03}"))).unwrap();
+        }
+        db.hold_room().unwrap();
+        assert_eq!((log(dir.path()).len(), log(dir.path()).blocks()), (bytes, blocks));
+        // As a crash leaves it.
+        let after = tempfile::tempdir().unwrap();
+        for name in ["db", "db-wal"] {
+            std::fs::copy(dir.path().join(name), after.path().join(name)).unwrap();
+        }
+        let again = Db::open(&after.path().join("db")).unwrap();
+        assert_eq!(keys(&again).len(), 501);
+        again.hold_room().unwrap();
+        assert_eq!(log(after.path()).len(), LOG);
     }
 
     fn keys(db: &Db) -> Vec<String> {

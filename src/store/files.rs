@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
 use super::error::Error;
@@ -53,4 +53,25 @@ pub(super) fn replace(path: &Path, content: &[u8], mode: u32) -> Result<(), Erro
         .map_err(Error::io("write", new))?;
     std::fs::rename(new, path).map_err(Error::io("rename to", path))?;
     sync_parent(path)
+}
+
+/// Makes the file at `path` at least `bytes` long with blocks of its own, all zeros where it had no
+/// bytes. Written, not allocated: what is overwritten then needs no change of the file's metadata.
+pub(super) fn lengthen(path: &Path, bytes: u64) -> Result<(), Error> {
+    let fill = || {
+        let file = OpenOptions::new().write(true).open(path)?;
+        let (old, zeros) = (file.metadata()?.len(), vec![0; 1 << 20]);
+        let mut at = old;
+        while at < bytes {
+            let piece = usize::try_from(bytes - at).unwrap_or(usize::MAX).min(zeros.len());
+            if let Err(fault) = file.write_all_at(&zeros[..piece], at) {
+                // Room that was not enough is for others.
+                let _ = file.set_len(old);
+                return Err(fault);
+            }
+            at += piece as u64;
+        }
+        if old < bytes { file.sync_all() } else { Ok(()) }
+    };
+    fill().map_err(Error::io("lengthen", path))
 }

@@ -2,8 +2,9 @@
 //! blocks, given back piece by piece when a durable write finds no room, and made again when there
 //! is plenty. What is decided about sessions on a full disk, a fence or a removal, is so recorded.
 //!
-//! A workload may take what is given back before the agent does; it is given in pieces, so that
-//! there is a next one.
+//! A workload may take what is given back before the agent does. What must not fail for that, the
+//! store's log, has its room from the start ([`super::db::Db::hold_room`]); the rest is given back in
+//! pieces, so that there is a next one.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};

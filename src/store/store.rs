@@ -110,6 +110,7 @@ impl Store {
         let head =
             store.reserve.making_room(|| store.once(Durability::Lazy, |tx| tx.evidence_head()))?;
         store.head.send_replace(head.0);
+        store.hold_room();
         Ok(store)
     }
 
@@ -195,6 +196,18 @@ impl Store {
     /// The database does not answer.
     pub fn sessions(&self) -> Result<Vec<Result<Session, Unreadable>>, Error> {
         self.transact(Durability::Lazy, |tx| tx.sessions())
+    }
+
+    /// Takes room for what must not fail on a full disk, as far as there is plenty.
+    pub fn hold_room(&self) {
+        self.reserve.refill();
+        let space = self.reserve.space();
+        if space.wanted > 0
+            && !space.short()
+            && let Err(fault) = self.db.hold_room()
+        {
+            tracing::warn!("the store's log holds no room: {fault}");
+        }
     }
 
     /// The room held back for a full disk.

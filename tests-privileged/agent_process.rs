@@ -125,13 +125,18 @@ impl Host {
     }
 
     pub fn run(&self, args: &[&str]) -> Output {
-        Command::new(&self.binary)
+        self.verb(args).output().unwrap()
+    }
+
+    /// A verb, not yet started.
+    pub fn verb(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(&self.binary);
+        command
             .args(args)
             .args(["-o", "json", "--timeout", "120s"])
             .env("OVERFENCE_SOCKET", self.dir.join("run/overfence.sock"))
-            .stdin(Stdio::null())
-            .output()
-            .unwrap()
+            .stdin(Stdio::null());
+        command
     }
 
     /// Exit code and JSON answer of a verb.

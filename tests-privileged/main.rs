@@ -18,6 +18,7 @@ mod contract;
 mod daemon;
 mod delta;
 mod demo;
+mod faults;
 mod full_disk;
 mod host;
 mod hostile;
@@ -66,6 +67,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("openapi", openapi::tests()),
         ("contract", contract::tests()),
         ("restart", restart::tests()),
+        ("faults", faults::tests()),
         ("rollback", rollback::tests()),
         ("content", content::tests()),
         ("daemon", daemon::tests()),

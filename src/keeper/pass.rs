@@ -99,13 +99,13 @@ impl Passed {
                 })
             }
             _ => {
-                failpoint::hit("keeper.stamp.before");
-                let answer = cgroup.stamp(&own);
+                let may = failpoint::fails("keeper.stamp.before").at("stamp cgroup", path);
+                let answer = may.and_then(|()| cgroup.stamp(&own));
                 failpoint::hit("keeper.stamp.after");
                 answer
             }
         };
-        failpoint::hit("keeper.freeze.before");
+        failpoint::fails("keeper.freeze.before").at("write cgroup.freeze of", path)?;
         cgroup.write_freeze(true)?;
         failpoint::hit("keeper.freeze.after");
         stamped.map(|()| Answer::Written)

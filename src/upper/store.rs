@@ -139,7 +139,7 @@ impl LayerStore {
     /// Adds the layer that `write` puts into a file. A layer that is here already is kept as it is.
     pub(super) fn add(&self, write: impl FnOnce(&File) -> Result<LayerInfo>) -> Result<LayerInfo> {
         let temporary = unique_name(&self.dir, TEMPORARY)?;
-        failpoint::hit("upper.layer.before");
+        failpoint::fails("upper.layer.before").at("make", &temporary)?;
         std::fs::DirBuilder::new().mode(0o700).create(&temporary).at("make", &temporary)?;
         let outcome = self.add_in(&temporary, write);
         if outcome.is_err() || temporary.exists() {
@@ -165,7 +165,7 @@ impl LayerStore {
         write_durable(&temporary.join(INFO), 0o600, &text)?;
         sync_dir(temporary)?;
         let place = self.of(info.diff_id);
-        failpoint::hit("upper.layer.rename.before");
+        failpoint::fails("upper.layer.rename.before").at("rename into place", &place)?;
         match std::fs::rename(temporary, &place) {
             // Same content: keep the first. A directory is never empty here.
             Err(e) if matches!(e.raw_os_error(), Some(libc::ENOTEMPTY | libc::EEXIST)) => {
@@ -236,7 +236,7 @@ impl LayerStore {
         if tree.exists() {
             remove::remove_tree(&tree)?;
         }
-        failpoint::hit("upper.tree.before");
+        failpoint::fails("upper.tree.before").at("make", &tree)?;
         std::fs::create_dir(&tree).at("make", &tree)?;
         let top = File::open(&tree).at("open", &tree)?;
         let blob = File::open(dir.join(BLOB)).at("open", dir.join(BLOB))?;
@@ -278,7 +278,7 @@ impl LayerStore {
                 if let Some(source) = std::error::Error::source(fault) {
                     why = format!("{why}: {source}");
                 }
-                failpoint::hit("upper.damaged.before");
+                failpoint::fails("upper.damaged.before").at("write", &mark)?;
                 let _ = std::fs::remove_file(&mark);
                 write_durable(&mark, 0o600, why.as_bytes())?;
                 sync_dir(&dir)?;
@@ -318,7 +318,7 @@ impl LayerStore {
     /// Removes a layer. The caller has proved that nothing names it and that no mount uses it.
     pub fn remove(&self, diff_id: Digest) -> Result<()> {
         let (place, doomed) = (self.of(diff_id), unique_name(&self.dir, TEMPORARY)?);
-        failpoint::hit("upper.layer.remove.before");
+        failpoint::fails("upper.layer.remove.before").at("rename away", &place)?;
         match std::fs::rename(&place, &doomed) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return Err(Error::NoLayer(diff_id));

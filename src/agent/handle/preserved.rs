@@ -9,7 +9,9 @@ use crate::agent::effects::capture_delta;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::keep;
+use crate::agent::recover::unknown;
 use crate::agent::slot::{Applied, Inner, Slot};
+use crate::model::classify::{Plan, Record};
 use crate::model::code::Code;
 use crate::model::facts::Fact;
 use crate::model::ids::{Generation, PublicationKey, SessionId};
@@ -333,7 +335,8 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     orphans(host, &mut items)?;
     loops(host, dry_run, &mut items)?;
     let (bytes, entries) = crate::upper::size::size(&host.paths.trash).map_err(internal)?;
-    if entries > 0 && host.tripped().is_some() {
+    let plan = unknown(Record::Trashed, host.tripped().is_some());
+    if entries > 0 && plan != Plan::Remove {
         let why = "the breaker is open; `overfence breaker show` says why".to_owned();
         items.push(item("trash", "trash", "keep", why, bytes));
     } else if entries > 0 {
@@ -434,7 +437,8 @@ fn orphans(host: &Host, items: &mut Vec<GcItem>) -> Result<(), Failure> {
         for entry in std::fs::read_dir(parent).map_err(internal)?.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             let is_dir = entry.file_type().is_ok_and(|t| t.is_dir());
-            if is_dir && name.starts_with("s-") && !known.contains(&name) {
+            let orphan = is_dir && name.starts_with("s-") && !known.contains(&name);
+            if orphan && unknown(Record::Absent, false) == Plan::Person {
                 let why = "no record explains it: a person looks at it and decides".to_owned();
                 let bytes = match kind {
                     "directory" => crate::upper::size::size(&entry.path()).map_err(internal)?.0,

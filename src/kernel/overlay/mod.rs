@@ -62,7 +62,7 @@ impl Mounted {
 /// it in place and reads back that all its layers are in it; if not, it is taken away again.
 /// (The kernel describes only mounts that are in a namespace.)
 pub fn mount(spec: &Spec) -> Result<Mounted> {
-    failpoint::hit("kernel.mount.before");
+    failpoint::fails("kernel.mount.before").at("mount an overlay at", &spec.target)?;
     let root = build::detached(spec)?;
     attach(&root, &spec.target)?;
     failpoint::hit("kernel.mount.after");
@@ -167,7 +167,8 @@ pub enum ReadOnly {
 /// Asks for a read-only superblock. Syncs the whole file system below the upper: can take
 /// seconds, uninterruptibly.
 pub fn remount_ro(root: &OwnedFd) -> Result<ReadOnly> {
-    failpoint::hit("kernel.remount-ro.before");
+    failpoint::fails("kernel.remount-ro.before")
+        .at("make read-only", "the overlay's superblock")?;
     let begun = clock::now();
     let proof = |answer: String| Proof {
         asked: "reconfigure overlay superblock ro, then faccessat W_OK".to_owned(),
@@ -191,7 +192,7 @@ pub fn remount_ro(root: &OwnedFd) -> Result<ReadOnly> {
 
 /// Makes the superblock writable again. Asks nothing else of it.
 pub fn remount_rw(root: &OwnedFd) -> Result<Proof> {
-    failpoint::hit("kernel.remount-rw.before");
+    failpoint::fails("kernel.remount-rw.before").at("make writable", "the overlay's superblock")?;
     let begun = clock::now();
     reconfigure(root, "rw").at("make writable", "the overlay's superblock")?;
     failpoint::hit("kernel.remount-rw.after");
@@ -247,7 +248,7 @@ pub enum Unmount {
 /// Unmounts what is on top at `target`, never lazily: detaching proves nothing. Can sync the whole
 /// file system below the upper.
 pub fn unmount(target: &Path) -> Result<Unmount> {
-    failpoint::hit("kernel.umount.before");
+    failpoint::fails("kernel.umount.before").at("unmount", target)?;
     let answer = match rustix::mount::unmount(target, UnmountFlags::NOFOLLOW) {
         Ok(()) => Unmount::Done,
         Err(Errno::INVAL | Errno::NOENT) => Unmount::NotMounted,

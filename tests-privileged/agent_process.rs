@@ -183,6 +183,15 @@ impl Host {
         }
     }
 
+    /// A counter or gauge, by its name with its labels and without the prefix.
+    pub fn metric(&self, name: &str) -> u64 {
+        let text = self.http("GET", "/metrics", "").body;
+        let value = text.lines().find_map(|line| {
+            line.strip_prefix("overfence_")?.strip_prefix(name)?.strip_prefix(' ')
+        });
+        value.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
+    }
+
     /// Waits for a session to fit.
     pub fn until(&self, id: &str, fits: impl Fn(&Value) -> bool) -> Value {
         let begun = Instant::now();

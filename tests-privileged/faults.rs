@@ -18,12 +18,10 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "every_effect_can_be_made_to_fail", run: counted },
         Test { name: "eio_at_every_effect_is_told_and_survived", run: |p| each(p, libc::EIO) },
-        Test {
-            name: "emfile_at_every_effect_is_told_and_survived",
-            run: |p| each(p, libc::EMFILE),
-        },
+        Test { name: "emfile_at_every_call_is_told_and_survived", run: |p| each(p, libc::EMFILE) },
         Test { name: "eintr_at_every_call_that_waits_is_told_and_survived", run: interrupted },
         Test { name: "a_start_that_meets_a_fault_says_so_and_the_next_goes_on", run: starts },
+        Test { name: "a_removal_that_fails_for_good_is_held_for_a_person", run: held },
         Test { name: "an_agent_without_descriptors_stops_its_writers", run: no_descriptors },
     ]
 }
@@ -131,8 +129,11 @@ fn counted(place: &Place) {
 
 fn each(place: &Place, errno: i32) {
     let points = passed(place, "count");
-    let points: Vec<_> = points.into_iter().filter(|(_, can)| *can).map(|(name, _)| name).collect();
+    let mut points: Vec<_> =
+        points.into_iter().filter(|(_, can)| *can).map(|(name, _)| name).collect();
     assert!(points.len() > 25, "{points:?}");
+    // An effect is what its calls are: once is enough.
+    points.retain(|name| errno == libc::EIO || !name.starts_with("effect."));
     go_through(place, &points, errno);
 }
 
@@ -245,10 +246,15 @@ fn go(
     assert!(!said.trim().is_empty(), "{}: {args:?} failed without a word", fault.point);
     assert!(!said.contains("panicked"), "{}: {args:?}: {said}", fault.point);
     told.push(said.clone());
-    // A store whose commit was not answered is not believed, until an agent reads it again.
-    if host.log().contains("restart the agent") || said.contains("restart the agent") {
-        host.kill_agent();
-        std::fs::write(host.dir.join("agent.log"), said).unwrap();
+    // A store whose commit was not answered is not believed: the agent ends, as it says, and the next
+    // one reads it again. systemd starts that one, and here the test.
+    if fault.point.starts_with("store.commit") {
+        let begun = Instant::now();
+        while !host.dead() {
+            assert!(begun.elapsed() < paced(Duration::from_secs(10)), "it goes on: {}", host.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(host.log().contains("not believed any more"), "{}", host.log());
         assert!(host.start(Some(&plan(host))), "{}", host.log());
     }
     settle(host, &fault.point);
@@ -405,6 +411,37 @@ fn no_descriptors(place: &Place) {
     assert_eq!(host.must(&["evidence", "verify"])["ok"], true);
     host.must(&["preserved", "discard", &id, "--yes"]);
     inside.wait().unwrap();
+    assert_eq!(leftovers(&host), Vec::<String>::new());
+    host.stop();
+}
+
+/// Tried again at each tick, but not for ever.
+fn held(place: &Place) {
+    let mut host = Host::new(place, "h");
+    let text = std::fs::read_to_string(&host.config).unwrap();
+    std::fs::write(&host.config, format!("{text}[preserve]\nsweep = \"1s\"\n")).unwrap();
+    assert!(host.start(Some(&plan(&host))));
+    let opened = host.open("w", &paced_ttl(60));
+    let (id, upper) = (id_of(&opened), path_of(&opened["session"], "upper"));
+    std::fs::write(path_of(&opened["session"], "merged").join("f"), "bytes").unwrap();
+    host.must(&["fence", &id, "--reason", "test", "--wait"]);
+    let point = "upper.remove.rename.before".to_owned();
+    let fault = Fault { file: file_of(&host), point, errno: libc::EIO };
+    fault.arm();
+    let mut asked = host.verb(&["preserved", "discard", &id, "--yes"]);
+    let mut asked = asked.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let view = host.until(&id, |v| v["state"] == "QUARANTINED");
+    assert!(view["trouble"].as_str().unwrap().contains(&fault.text()), "{view:#}");
+    assert_eq!(view["class"], "QUARANTINED");
+    assert_eq!(std::fs::read_to_string(upper.join("f")).unwrap(), "bytes");
+    let counted = || host.must(&["status"]).to_string().contains("held=1");
+    assert!(until(counted), "{:#}", host.must(&["status"]));
+    asked.wait().unwrap();
+    fault.clear();
+    // Left alone it stays; a person has it tried again.
+    assert_eq!(host.must(&["session", "inspect", &id])["state"], "QUARANTINED");
+    host.must(&["preserved", "discard", &id, "--yes"]);
+    assert!(!upper.exists());
     assert_eq!(leftovers(&host), Vec::<String>::new());
     host.stop();
 }

@@ -83,6 +83,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("image", image::tests()),
         ("full_disk", full_disk::tests()),
         ("writers", writers::tests()),
+        ("sealed", writers::sealed()),
         ("slow_disk", slow_disk::tests()),
         ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),

@@ -92,7 +92,16 @@ fn spawn_looks(host: &Arc<Host>, due: Looks) -> tokio::task::JoinHandle<Looks> {
 
 async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
     let worker = Arc::clone(&host);
-    if let Err(fault) = tokio::task::spawn_blocking(move || worker.store.hold_room()).await {
+    let store = tokio::task::spawn_blocking(move || {
+        if let Some(why) = worker.store.trouble() {
+            // It can record nothing more, so it would hold what it froze and renew nothing. The next
+            // agent reads what is there, and a good lease is not disturbed by that.
+            tracing::error!("the store is not believed any more: {why}; ending");
+            std::process::exit(1);
+        }
+        worker.store.hold_room();
+    });
+    if let Err(fault) = store.await {
         tracing::error!("the reserve was not looked at: {fault}");
     }
     resume_doubted(&host).await;

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::failpoint;
+use crate::kernel::At as _;
 use crate::kernel::Result;
 use crate::kernel::cgroup::{Cgroup, Purpose, Stamp};
 use crate::kernel::clock;

@@ -100,6 +100,11 @@ impl Db {
         files::lengthen(Path::new(&log), LOG)
     }
 
+    /// Why it is not believed any more, if it is not.
+    pub fn trouble(&self) -> Option<String> {
+        self.lock().broken.clone()
+    }
+
     /// Commits that changed something, since open.
     pub fn commits(&self) -> u64 {
         self.commits.load(Ordering::Relaxed)

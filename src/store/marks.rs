@@ -237,6 +237,12 @@ impl Marks {
         state
     }
 
+    /// Why the file is not believed any more, if it is not.
+    pub fn trouble(&self) -> Option<String> {
+        let why = self.lock().broken.clone();
+        why.map(|why| format!("{}: {why}", self.path.display()))
+    }
+
     /// The highest that was seen of a workspace; nothing if it has no mark.
     pub fn highest(&self, workspace: &WorkspaceId) -> Seen {
         self.lock().highest.get(workspace).map(|mark| mark.seen).unwrap_or_default()

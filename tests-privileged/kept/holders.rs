@@ -141,7 +141,10 @@ fn nameless_loop(place: &Place) {
     };
     let mut inside = hold("echo $$ > \"$1\"/cgroup.procs;", "in");
     let mut outside = hold("", "out");
-    let out = host.run(&["fence", &id, "--reason", "test", "--wait=1s"]);
+    let fence = ["fence", &id, "--reason", "test", "--wait=1s"];
+    host.ask(&fence);
+    host.until(&id, |v| v["holders"].as_array().unwrap().len() >= 3);
+    let out = host.run(&fence);
     let view = host.must(&["session", "inspect", &id]);
     must(Command::new("losetup").arg("-d").arg(&device));
     outside.kill().unwrap();

@@ -45,8 +45,6 @@ pub enum Bytes {
     Call,
     /// The same, in a file that has no name before it is whole.
     Copy,
-    /// Nothing of it lands in the upper.
-    None,
 }
 
 impl Shape {
@@ -266,7 +264,7 @@ impl Course<'_> {
                 Bytes::Steady if pictures.len() > 3 => return last.clone(),
                 Bytes::Before if last.bytes() > 0 => return last.clone(),
                 Bytes::Call if last.bytes() > 0 => return last.clone(),
-                Bytes::Copy | Bytes::None => return last.clone(),
+                Bytes::Copy => return last.clone(),
                 _ => assert!(clock::now() < limit, "it does not write"),
             }
             std::thread::sleep(Duration::from_millis(2));

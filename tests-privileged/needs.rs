@@ -32,6 +32,7 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("writers::a_lower_that_hangs_altogether_delays_no_fence", &["fuse"]),
     ("writers::one_that_no_kill_wakes_delays_no_other_session", &["fuse"]),
     ("writers::one_that_a_kill_wakes_ends_when_it_is_to_be_killed", &["fuse"]),
+    ("gate::", &["bpf-lsm", "lease-gate"]),
     ("container::", &["podman"]),
     ("delta::a_diff_is_what_podman_says_where_it_answers", &["podman"]),
     // An ext4 of their own; and the flag needs a capability that a container does not have.

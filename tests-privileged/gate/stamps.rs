@@ -144,7 +144,7 @@ pub fn write_on(term: &Term, path: &Path, write: Write) -> Seen {
     let mut seen = Seen::new();
     while !term.over.load(Ordering::SeqCst) {
         let number = term.number.load(Ordering::SeqCst);
-        if number % 2 == 0 {
+        if number.is_multiple_of(2) {
             std::thread::yield_now();
             continue;
         }

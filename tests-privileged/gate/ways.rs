@@ -500,8 +500,8 @@ pub fn each(scene: &Scene) {
         let again = answer(&mut call);
         let unknown = before == Err(Errno::NOSYS) && after == before;
         let good = fits(&before) && (after == Err(Errno::ROFS) || unknown) && same && fits(&again);
-        let word =
-            |a: &Result<(), Errno>| a.map_or_else(|e| format!("{e:?}"), |()| "ok".to_owned());
+        let name = |e: &Errno| format!("{:?}", nix::errno::Errno::from_raw(e.raw_os_error()));
+        let word = |a: &Result<(), Errno>| a.as_ref().map_or_else(name, |()| "ok".to_owned());
         let row = format!(
             "{:20} before: {:10} after: {:10} again: {:10} {}",
             way.name,

@@ -331,12 +331,17 @@ impl Host {
         }
         let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
         slot.lock().capture_code = captured.as_ref().err().map(crate::upper::Error::code);
-        if matches!(captured, Err(crate::upper::Error::Stopped)) {
+        let layer = match captured {
+            Ok(captured) => captured.map(|c| c.diff_id),
             // What stopped it has its own effects; nobody waits for this one.
-            return Ok(vec![]);
-        }
-        let captured = captured.map_err(text)?;
-        let captured = Event::Captured { key, layer: captured.map(|c| c.diff_id) };
+            Err(crate::upper::Error::Stopped) => return Ok(vec![]),
+            // Stopped writers do not mend it: another try would find the same.
+            Err(e) if e.code() == Code::UpperRefused => {
+                return Ok(vec![Event::CaptureRefused { key, why: text(e) }]);
+            }
+            Err(e) => return Err(text(e)),
+        };
+        let captured = Event::Captured { key, layer };
         let (cgroup, mounted) = {
             let inner = slot.lock();
             (inner.cgroup.clone(), inner.mounted.clone())

@@ -20,6 +20,7 @@ mod delta;
 mod demo;
 mod faults;
 mod full_disk;
+mod gate;
 mod host;
 mod hostile;
 mod image;
@@ -78,6 +79,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("round_trip", round_trip::tests()),
         ("bring_back", bring_back::tests()),
         ("rebase", rebase::tests()),
+        ("gate", gate::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
         ("image", image::tests()),

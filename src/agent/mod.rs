@@ -26,6 +26,7 @@ mod deadlines;
 mod effects;
 mod external;
 pub mod failure;
+mod gate;
 pub mod handle;
 mod host;
 mod image;

@@ -202,6 +202,7 @@ impl Host {
             self.refresh_deadline(&inner);
         }
         drop(inner);
+        super::gate::check(self, &slot);
         slot
     }
 
@@ -286,6 +287,7 @@ impl Host {
         };
         match mounted {
             Ok(Some(mounted)) => {
+                self.gate_adopt(slot, &mounted.root);
                 if let Err(why) = self.hold_descriptors(slot, mounted) {
                     warn("watch", why);
                 }

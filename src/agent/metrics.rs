@@ -52,6 +52,11 @@ struct ByState {
     state: String,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByOp {
+    op: &'static str,
+}
+
 /// What can be said of each fact of a fence.
 const RESULTS: [(Fact, &str); 9] = [
     (Fact::Gated, "proved"),
@@ -72,6 +77,7 @@ pub struct Metrics {
     refused: Family<ByReason, Counter>,
     requests_refused: Family<ByReason, Counter>,
     unresolved: Family<ByKind, Gauge>,
+    writes_refused: Family<ByOp, Counter>,
     fences: Family<ByFact, Counter>,
     effects: Family<ByEffect, Counter>,
     fence_seconds: Histogram,
@@ -126,6 +132,15 @@ impl Metrics {
             "unresolved",
             "Publications and external requests without a known outcome",
             Family::clone(&unresolved),
+        );
+        let writes_refused = Family::<ByOp, Counter>::default();
+        for op in crate::kernel::gate::ways() {
+            drop(writes_refused.get_or_create(&ByOp { op }));
+        }
+        registry.register(
+            "writes_refused",
+            "Calls of lost sessions that the lease gate refused",
+            Family::clone(&writes_refused),
         );
         let fences = Family::<ByFact, Counter>::default();
         for (fact, result) in RESULTS {
@@ -202,6 +217,7 @@ impl Metrics {
             refused,
             requests_refused,
             unresolved,
+            writes_refused,
             fences,
             effects,
             fence_seconds,
@@ -233,6 +249,11 @@ impl Metrics {
     /// A publication that the authority refused.
     pub fn refused(&self, code: Code) {
         self.refused.get_or_create(&ByReason { reason: code.as_str() }).inc();
+    }
+
+    /// Calls that the lease gate refused.
+    pub fn writes_refused(&self, op: &'static str, n: u64) {
+        self.writes_refused.get_or_create(&ByOp { op }).inc_by(n);
     }
 
     /// An external request that was not to be sent.

@@ -106,7 +106,7 @@ impl Db {
 
     /// Why it is not believed any more, if it is not.
     pub fn trouble(&self) -> Option<String> {
-        self.lock().broken.clone()
+        self.broken.get().cloned()
     }
 
     /// Commits that changed something, since open.

@@ -9,6 +9,7 @@
 
 mod agent_process;
 mod at_large;
+mod backup;
 mod breakers;
 mod bring_back;
 mod confinement;
@@ -68,6 +69,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("restart", restart::tests()),
         ("rollback", rollback::tests()),
         ("content", content::tests()),
+        ("backup", backup::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("delta", delta::tests()),

@@ -20,6 +20,7 @@
 
 mod admission;
 mod agenda;
+mod backup;
 mod breaker;
 mod census;
 mod deadlines;
@@ -50,6 +51,7 @@ mod view;
 mod watch;
 mod witness;
 
+pub use backup::restore;
 pub use handle::{Agent, Sign};
 pub use host::SessionSocket;
 pub use shutdown::end_sessions;

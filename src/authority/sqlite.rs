@@ -44,6 +44,7 @@ impl From<Fault> for Error {
             | Fault::Statement { .. } => Self::NotBelieved { why },
             Fault::Io { .. }
             | Fault::Locked { .. }
+            | Fault::Backup { .. }
             | Fault::Sql { .. }
             | Fault::RolledBack { .. }
             | Fault::Text { .. } => Self::Unavailable { why },

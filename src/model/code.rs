@@ -88,6 +88,7 @@ codes! {
     MountFailed "mount_failed" 500 1 "The overlay could not be mounted.";
     ImageRefused "image_refused" 422 1 "The image is damaged or hostile, or not in a form that is taken; nothing was imported.";
     LayerDamaged "layer_damaged" 500 1 "A layer is not what its name says; it is not mounted.";
+    BackupRefused "backup_refused" 422 1 "The backup cannot be made or put back so; nothing in place was changed.";
     BundleInvalid "bundle_invalid" 422 1 "The bundle does not verify.";
     Internal "internal" 500 1 "An unexpected failure; the message says where.";
 }

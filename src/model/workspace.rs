@@ -221,6 +221,9 @@ impl Publish {
     }
 }
 
+/// Versions of a workspace whose layers are kept, the present one among them.
+pub const KEPT: usize = 10;
+
 /// Every reason for which [`Workspace::publish`] refuses.
 pub const PUBLISH_REFUSALS: [Code; 13] = [
     Code::StaleGeneration,

@@ -39,6 +39,8 @@ const TREE: &str = "tree";
 const COMPLETE: &str = "complete";
 const DAMAGED: &str = "damaged";
 const TEMPORARY: &str = ".tmp-";
+/// Bytes that are copied without asking whether to stop.
+const PIECE: u64 = 64 << 20;
 
 /// What is known of a stored layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -209,6 +211,50 @@ impl LayerStore {
         })
     }
 
+    /// Takes a layer over from another store as it lies there, and reads it back from the disk. One
+    /// that is here already is left as it is, and read.
+    ///
+    /// # Errors
+    /// It is not there, or damaged there or here; [`Error::Stopped`].
+    pub fn copy_from(&self, other: &Self, diff_id: Digest, stop: Stop<'_>) -> Result<LayerInfo> {
+        let (info, path) = (other.info(diff_id)?, other.blob_path(diff_id));
+        let copied = self.add(|file| {
+            let (from, mut to) = (File::open(&path).at("open", &path)?, file);
+            // By pieces, between which somebody may want it to end.
+            while std::io::copy(&mut (&from).take(PIECE), &mut to).at("copy", &path)? > 0 {
+                if stop() {
+                    return Err(Error::Stopped);
+                }
+            }
+            Ok(info)
+        })?;
+        let copy = self.blob_path(diff_id);
+        let copy = File::open(&copy).at("open", &copy)?;
+        // So that what is read was on the disk; some file systems cannot forget.
+        let _ = rustix::fs::fadvise(&copy, 0, None, rustix::fs::Advice::DontNeed);
+        self.check_file(&copied, stop)?;
+        Ok(copied)
+    }
+
+    /// Reads the compressed file of a layer against both of its digests, and changes nothing.
+    pub fn check(&self, diff_id: Digest, stop: Stop<'_>) -> Result<LayerInfo> {
+        let info = self.info(diff_id)?;
+        self.check_file(&info, stop)?;
+        Ok(info)
+    }
+
+    fn check_file(&self, info: &LayerInfo, stop: Stop<'_>) -> Result<()> {
+        let path = self.blob_path(info.diff_id);
+        let blob = File::open(&path).at("open", &path)?;
+        let read = read_blob(Stoppable { inner: blob, stop }, info, |tar| {
+            let mut entries = Entries::new(tar);
+            let count = entries.check_all()?;
+            entries.drain()?;
+            Ok(count)
+        });
+        read.map_err(|error| if stop() { Error::Stopped } else { error })
+    }
+
     /// Unpacks a layer into an empty directory, which becomes an upper.
     pub fn unpack_into(
         &self,
@@ -291,15 +337,8 @@ impl LayerStore {
     }
 
     fn read_whole(&self, diff_id: Digest, stop: Stop<'_>) -> Result<bool> {
-        let (info, dir) = (self.info(diff_id)?, self.of(diff_id));
-        let blob = File::open(dir.join(BLOB)).at("open", dir.join(BLOB))?;
-        let read = read_blob(Stoppable { inner: blob, stop }, &info, |tar| {
-            let mut entries = Entries::new(tar);
-            let count = entries.check_all()?;
-            entries.drain()?;
-            Ok(count)
-        });
-        read.map_err(|error| if stop() { Error::Stopped } else { error })?;
+        let dir = self.of(diff_id);
+        self.check(diff_id, stop)?;
         if !dir.join(COMPLETE).exists() {
             return Ok(false);
         }

@@ -156,26 +156,31 @@ impl Host {
 
     /// Asks the API without the command line.
     pub fn http(&self, method: &str, path: &str, body: &str) -> Answer {
-        let mut stream = UnixStream::connect(self.dir.join("run/overfence.sock")).unwrap();
+        self.try_http(method, path, body).unwrap()
+    }
+
+    /// The same; none if the agent is gone before it has answered whole.
+    pub fn try_http(&self, method: &str, path: &str, body: &str) -> Option<Answer> {
+        let mut stream = UnixStream::connect(self.dir.join("run/overfence.sock")).ok()?;
         let length = body.len();
         // At once: a refusal may come, and the connection end, before the body is read.
         let request = format!(
             "{method} {path} HTTP/1.0\r\nHost: overfence\r\nContent-Length: {length}\r\n\r\n{body}"
         );
-        stream.write_all(request.as_bytes()).unwrap();
+        stream.write_all(request.as_bytes()).ok()?;
         let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        stream.read_to_string(&mut answer).ok()?;
+        let (head, body) = answer.split_once("\r\n\r\n")?;
         let field = |name: &str| {
             let lines = head.lines().filter_map(|line| line.split_once(": "));
             let mut values = lines.filter(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, v)| v);
             values.next().unwrap_or_default().to_owned()
         };
-        Answer {
-            status: head.split(' ').nth(1).unwrap().parse().unwrap(),
+        Some(Answer {
+            status: head.split(' ').nth(1)?.parse().ok()?,
             kind: field("content-type"),
             body: body.to_owned(),
-        }
+        })
     }
 
     /// Waits for a session to fit.

@@ -45,6 +45,11 @@ pub fn paced(span: Duration) -> Duration {
     span * pace
 }
 
+/// How often a race is run: `usual` times, or `OVERFENCE_ROUNDS`.
+pub fn rounds(usual: u64) -> u64 {
+    std::env::var("OVERFENCE_ROUNDS").map_or(usual, |text| text.parse().expect("a whole number"))
+}
+
 /// The same in seconds, as the command line takes them.
 pub fn paced_ttl(seconds: u64) -> String {
     format!("{}s", paced(Duration::from_secs(seconds)).as_secs())

@@ -20,6 +20,7 @@ mod daemon;
 mod delta;
 mod demo;
 mod full_disk;
+mod gc;
 mod host;
 mod hostile;
 mod image;
@@ -29,6 +30,7 @@ mod kept;
 mod kernel_facts;
 mod leases;
 mod ledger;
+mod linear;
 mod main_job;
 mod needs;
 mod openapi;
@@ -61,6 +63,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("at_large", at_large::tests()),
         ("races", races::tests()),
         ("ledger", ledger::tests()),
+        ("linear", linear::tests()),
         ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
@@ -69,6 +72,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("restart", restart::tests()),
         ("rollback", rollback::tests()),
         ("content", content::tests()),
+        ("gc", gc::tests()),
         ("backup", backup::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),

@@ -335,8 +335,14 @@ impl Host {
             // What stopped it has its own effects; nobody waits for this one.
             return Ok(vec![]);
         }
-        let captured = captured.map_err(text)?;
-        let captured = Event::Captured { key, layer: captured.map(|c| c.diff_id) };
+        let layer = captured.map_err(text)?.map(|c| c.diff_id);
+        self.judged(slot, s, Event::Captured { key, layer }).inspect_err(|_| {
+            self.layers.settle(layer);
+        })
+    }
+
+    /// A capture, and what speaks against it.
+    fn judged(&self, slot: &Slot, s: &Session, captured: Event) -> Answered {
         let (cgroup, mounted) = {
             let inner = slot.lock();
             (inner.cgroup.clone(), inner.mounted.clone())

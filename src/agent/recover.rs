@@ -90,6 +90,9 @@ impl Host {
             }
         }
         self.judge_breaker();
+        if let Err(why) = self.finish_burials() {
+            tracing::error!("layers that were being removed: {why}");
+        }
         self.finish_removals()?;
         self.table().clear_torn().map_err(text)?;
         Ok(started)

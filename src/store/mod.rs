@@ -10,6 +10,7 @@
 //! │   ├── workspaces    id                     -> record, mac   the embedded authority
 //! │   ├── publications  workspace, key         -> record, mac   the ledger; open, decided to find by
 //! │   ├── requests      seq; workspace, key, task, open -> record, mac   external requests
+//! │   ├── buried        layer                  -> record, mac   no head may name it: it is being removed
 //! │   ├── history       seq; workspace, time   -> record, mac   granted, published, refused
 //! │   ├── sessions      id                     -> record, mac
 //! │   └── evidence      seq; session, workspace -> body, hash   the chain

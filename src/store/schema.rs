@@ -39,6 +39,9 @@ const STEPS: &[&str] = &[
     CREATE INDEX requests_of_task ON requests (workspace, task);
     CREATE INDEX requests_open ON requests (workspace, seq) WHERE open = 1;
 ",
+    "
+    CREATE TABLE buried (id TEXT PRIMARY KEY, record TEXT NOT NULL, mac BLOB NOT NULL) STRICT;
+",
 ];
 
 /// Refuses a database of a newer overfence.

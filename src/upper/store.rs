@@ -12,13 +12,16 @@
 //! ```
 //!
 //! Several threads may use one store; trees are made one at a time. One process at a time may.
+//! A layer that is added cannot be removed until whoever added it has said where it is named
+//! ([`LayerStore::settle`]); one that is being removed is added again only after it is gone.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufReader, Read, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -63,13 +66,43 @@ pub struct LayerInfo {
 pub struct LayerStore {
     dir: PathBuf,
     unpacking: Mutex<()>,
+    turns: Mutex<Turns>,
+    turned: Condvar,
+}
+
+/// Who has a layer in hand at this moment.
+#[derive(Debug, Default)]
+struct Turns {
+    /// Added, and named by nothing yet; how often.
+    fresh: BTreeMap<Digest, usize>,
+    /// Being removed.
+    doomed: BTreeSet<Digest>,
+}
+
+/// A layer that nobody adds as long as this lives; see [`LayerStore::doom`].
+#[derive(Debug)]
+pub struct Doomed<'a> {
+    store: &'a LayerStore,
+    layer: Digest,
+}
+
+impl Drop for Doomed<'_> {
+    fn drop(&mut self) {
+        self.store.turns().doomed.remove(&self.layer);
+        self.store.turned.notify_all();
+    }
 }
 
 impl LayerStore {
     /// Opens the store at `<state>/layers`, making the directory (0700) if it is missing.
     pub fn open(dir: &Path) -> Result<Self> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).at("make", dir)?;
-        Ok(Self { dir: dir.to_owned(), unpacking: Mutex::new(()) })
+        Ok(Self {
+            dir: dir.to_owned(),
+            unpacking: Mutex::new(()),
+            turns: Mutex::default(),
+            turned: Condvar::new(),
+        })
     }
 
     /// Removes what a crash left half made or half removed. Only at start, before any other call.
@@ -138,7 +171,35 @@ impl LayerStore {
         })
     }
 
-    /// Adds the layer that `write` puts into a file. A layer that is here already is kept as it is.
+    fn turns(&self) -> MutexGuard<'_, Turns> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says that layers which were added are named where they are needed, or are not needed.
+    pub fn settle(&self, layers: impl IntoIterator<Item = Digest>) {
+        let mut turns = self.turns();
+        for layer in layers {
+            if let Some(n) = turns.fresh.get_mut(&layer) {
+                *n = n.saturating_sub(1);
+                if *n == 0 {
+                    turns.fresh.remove(&layer);
+                }
+            }
+        }
+    }
+
+    /// Keeps a layer from being added, so that it can be removed; not while somebody who added it has
+    /// still to say where it is named.
+    pub fn doom(&self, layer: Digest) -> Option<Doomed<'_>> {
+        let mut turns = self.turns();
+        if turns.fresh.contains_key(&layer) || !turns.doomed.insert(layer) {
+            return None;
+        }
+        Some(Doomed { store: self, layer })
+    }
+
+    /// Adds the layer that `write` puts into a file. A layer that is here already is kept as it is. It
+    /// stays at least until it is settled.
     pub(super) fn add(&self, write: impl FnOnce(&File) -> Result<LayerInfo>) -> Result<LayerInfo> {
         let temporary = unique_name(&self.dir, TEMPORARY)?;
         failpoint::hit("upper.layer.before");
@@ -166,6 +227,16 @@ impl LayerStore {
             .at("encode", temporary.join(INFO))?;
         write_durable(&temporary.join(INFO), 0o600, &text)?;
         sync_dir(temporary)?;
+        let mut turns = self.turns();
+        while turns.doomed.contains(&info.diff_id) {
+            turns = self.turned.wait(turns).unwrap_or_else(PoisonError::into_inner);
+        }
+        *turns.fresh.entry(info.diff_id).or_default() += 1;
+        drop(turns);
+        self.place(temporary, info).inspect_err(|_| self.settle([info.diff_id]))
+    }
+
+    fn place(&self, temporary: &Path, info: LayerInfo) -> Result<LayerInfo> {
         let place = self.of(info.diff_id);
         failpoint::hit("upper.layer.rename.before");
         match std::fs::rename(temporary, &place) {
@@ -355,7 +426,8 @@ impl LayerStore {
     }
 
     /// Removes a layer. The caller has proved that nothing names it and that no mount uses it.
-    pub fn remove(&self, diff_id: Digest) -> Result<()> {
+    pub fn remove(&self, doomed: &Doomed<'_>) -> Result<()> {
+        let diff_id = doomed.layer;
         let (place, doomed) = (self.of(diff_id), unique_name(&self.dir, TEMPORARY)?);
         failpoint::hit("upper.layer.remove.before");
         match std::fs::rename(&place, &doomed) {

@@ -152,6 +152,13 @@ fn offered(
     if let Err(refusal) = entered? {
         return Ok(Err(refusal));
     }
+    // The row keeps its layers from now on; they were looked at before there was one.
+    let missing = wish.layers().find(|layer| host.layers.lower_path(*layer).is_err());
+    if let Some(layer) = missing {
+        host.authority.resolve(&wish.workspace, wish.key, no_rider())?;
+        let why = format!("layer {layer} was removed meanwhile: that version is not kept any more");
+        return Err(Unanswered::Unavailable { why });
+    }
     let lost = |why| Unanswered::Unknown { why };
     failpoint::lost("authority.publish.before").map_err(lost)?;
     let answer = host.authority.publish(wish, rider)?;

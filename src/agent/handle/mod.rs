@@ -7,6 +7,7 @@ mod content;
 mod delta;
 mod drain;
 mod holds;
+mod layers;
 mod ledger;
 mod preserved;
 mod seed;

@@ -248,8 +248,13 @@ fn refused(place: &Place) {
         let failure = agent.checkpoint(&ROOT, id).await.unwrap_err();
         assert_eq!(failure.code, Code::UpperRefused, "{failure}");
         assert!(failure.message.contains("odd cannot go into a layer"), "{failure}");
-        let fence = serde_json::from_value(serde_json::json!({ "wait_ms": 5000 })).unwrap();
-        agent.fence(&ROOT, id, fence).await.unwrap();
+        // An end that was to publish keeps the bytes instead, and says why at once.
+        let wish = serde_json::from_value(serde_json::json!({ "mode": "checkpoint" })).unwrap();
+        let failure = agent.close(&ROOT, id, wish).await.unwrap_err();
+        assert_eq!(failure.code, Code::UpperRefused, "{failure}");
+        assert!(failure.message.contains("is PRESERVED"), "{failure}");
+        assert!(failure.message.contains("odd cannot go into a layer"), "{failure}");
+        assert_eq!(fs::read(&upper).unwrap(), b"x");
         let failure = agent.export(&ROOT, id, bundle()).await.unwrap_err();
         assert_eq!(failure.code, Code::UpperRefused, "{failure}");
         assert_eq!(fs::read_dir(place_exports(&opened)).unwrap().count(), 0);

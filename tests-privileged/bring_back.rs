@@ -60,7 +60,7 @@ fn opened(host: &Host) -> Value {
 
 const CHANGES: &str = "echo more >> d/f; rm -r gone anew; mkdir anew; echo 7 > anew/new; rm soft
     ln -s d/f soft; chmod 700 d/e; echo 8 > fresh; ln fresh second; mkfifo pipe; truncate -s 1G holes
-    setfattr -n user.who -v ann d/f; echo 9 > $'odd\\n\\xff'";
+    python3 -c 'import os; os.setxattr(\"d/f\", \"user.who\", b\"ann\")'; echo 9 > $'odd\\n\\xff'";
 
 fn merged(opened: &Value) -> PathBuf {
     path_of(&opened["session"], "merged")
@@ -70,7 +70,10 @@ fn merged(opened: &Value) -> PathBuf {
 fn shows(top: &Path) -> Vec<String> {
     // A directory's size and links are its file system's.
     let list = "find . -mindepth 1 \\( -type d -printf '%p %y %m %U:%G\\n' \\
-        -o -printf '%p %y %m %U:%G %n %s %l\\n' \\) | sort; getfattr -Rd .
+        -o -printf '%p %y %m %U:%G %n %s %l\\n' \\) | sort
+        find . '(' -type f -o -type d ')' -print0 | sort -z | python3 -c 'import os, sys
+for name in sys.stdin.buffer.read().split(bytes(1))[:-1]:
+    print(name, [(key, os.getxattr(name, key)) for key in os.listxattr(name) if key.startswith(\"user.\")])'
         find . -type f ! -name holes -exec sha256sum {} + | sort";
     let out = Command::new("bash").args(["-euc", list]).current_dir(top).output().unwrap();
     assert!(out.status.success(), "{out:?}");

@@ -111,7 +111,7 @@ fn thawed(place: &Place) {
     with_agent(place, |agent| async move {
         let a = agent.open(&ROOT, wish("w", "a", 60_000)).await.unwrap();
         let mut child = writer(&a.session, PAUSABLE);
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        pause(&a).await;
         agent
             .fence(
                 &ROOT,

@@ -331,11 +331,16 @@ impl Host {
         }
         let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
         slot.lock().capture_code = captured.as_ref().err().map(crate::upper::Error::code);
-        if matches!(captured, Err(crate::upper::Error::Stopped)) {
+        let layer = match captured {
+            Ok(captured) => captured.map(|c| c.diff_id),
             // What stopped it has its own effects; nobody waits for this one.
-            return Ok(vec![]);
-        }
-        let layer = captured.map_err(text)?.map(|c| c.diff_id);
+            Err(crate::upper::Error::Stopped) => return Ok(vec![]),
+            // Stopped writers do not mend it: another try would find the same.
+            Err(e) if e.code() == Code::UpperRefused => {
+                return Ok(vec![Event::CaptureRefused { key, why: text(e) }]);
+            }
+            Err(e) => return Err(text(e)),
+        };
         self.judged(slot, s, Event::Captured { key, layer }).inspect_err(|_| {
             self.layers.settle(layer);
         })

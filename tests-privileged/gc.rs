@@ -98,7 +98,9 @@ fn raced(place: &Place) {
         let ended = writers.map(|writer| writer.join());
         writing.store(false, Ordering::Relaxed);
         collector.join().unwrap();
-        ended.map(Result::unwrap);
+        for writer in ended {
+            writer.unwrap();
+        }
     });
     let removed = removed.into_inner();
     println!("{rounds} rounds of each writer, {removed} layers removed, {:?}", begun.elapsed());

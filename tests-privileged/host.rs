@@ -29,6 +29,8 @@ pub struct Test {
 const LIMIT: Duration = Duration::from_secs(120);
 /// How many times slower than plain hardware the host is; an emulated guest says so.
 const PACE: &str = "OVERFENCE_TEST_PACE";
+/// How often races are run.
+const ROUNDS: &str = "OVERFENCE_ROUNDS";
 const CHILD: &str = "OVERFENCE_TEST_CHILD";
 
 /// The binary under test: the one that was built with the suite, unless `OVERFENCE_TEST_BIN` names
@@ -47,7 +49,7 @@ pub fn paced(span: Duration) -> Duration {
 
 /// How often a race is run: `usual` times, or `OVERFENCE_ROUNDS`.
 pub fn rounds(usual: u64) -> u64 {
-    std::env::var("OVERFENCE_ROUNDS").map_or(usual, |text| text.parse().expect("a whole number"))
+    std::env::var(ROUNDS).map_or(usual, |text| text.parse().expect("a whole number"))
 }
 
 /// The same in seconds, as the command line takes them.
@@ -147,7 +149,8 @@ fn run_in(name: &str, dir: &Path, own: &Path, play: &Path) -> Result<(), Failed>
         .stdout(out.try_clone()?)
         .stderr(out)
         .spawn()?;
-    let (begun, limit) = (Instant::now(), paced(LIMIT));
+    let long = if std::env::var_os(ROUNDS).is_some() { 60 } else { 1 };
+    let (begun, limit) = (Instant::now(), paced(LIMIT * long));
     let status = loop {
         if let Some(status) = child.try_wait()? {
             break Some(status);

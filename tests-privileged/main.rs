@@ -12,11 +12,13 @@ mod at_large;
 mod backup;
 mod breakers;
 mod bring_back;
+mod compete;
 mod confinement;
 mod container;
 mod content;
 mod contract;
 mod daemon;
+mod deep;
 mod delta;
 mod demo;
 mod full_disk;
@@ -34,6 +36,7 @@ mod linear;
 mod main_job;
 mod needs;
 mod openapi;
+mod outside;
 mod package;
 mod races;
 mod rebase;
@@ -64,6 +67,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("races", races::tests()),
         ("ledger", ledger::tests()),
         ("linear", linear::tests()),
+        ("compete", compete::tests()),
         ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
@@ -73,6 +77,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("rollback", rollback::tests()),
         ("content", content::tests()),
         ("gc", gc::tests()),
+        ("deep", deep::tests()),
         ("backup", backup::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
@@ -80,6 +85,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("hostile", hostile::tests()),
         ("keeping", keeping::tests()),
         ("round_trip", round_trip::tests()),
+        ("outside", outside::tests()),
         ("bring_back", bring_back::tests()),
         ("rebase", rebase::tests()),
         ("upper", upper::tests()),
@@ -102,6 +108,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
 
 fn main() {
     writers::act_if_asked();
+    compete::rival_if_asked();
     if let Some(name) = host::child_request() {
         host::run_child(&all(), &name);
     }

@@ -34,6 +34,8 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("writers::one_that_a_kill_wakes_ends_when_it_is_to_be_killed", &["fuse"]),
     ("container::", &["podman"]),
     ("delta::a_diff_is_what_podman_says_where_it_answers", &["podman"]),
+    ("outside::skopeo_and_umoci_unpack_what_was_mounted", &["skopeo", "umoci"]),
+    ("outside::skopeo_reads_a_bundle_and_copies_it_whole", &["skopeo"]),
     // An ext4 of their own; and the flag needs a capability that a container does not have.
     ("seal::", &["loop-devices"]),
     ("round_trip::an_upper_comes_back_as_the_model_on_ext4", &["loop-devices"]),
@@ -85,7 +87,7 @@ struct Answer {
 }
 
 /// What tests need and overfence does not.
-fn beside_doctor() -> [(String, (bool, String)); 6] {
+fn beside_doctor() -> [(String, (bool, String)); 8] {
     let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
     let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
     let field =
@@ -96,6 +98,8 @@ fn beside_doctor() -> [(String, (bool, String)); 6] {
     let detail = format!("root is confined: seccomp mode {}, lacks {lacks:?}", field("Seccomp:"));
     [
         ("podman", there("/usr/bin/podman")),
+        ("skopeo", there("/usr/bin/skopeo")),
+        ("umoci", there("/usr/bin/umoci")),
         ("systemd-nspawn", there("/usr/bin/systemd-nspawn")),
         ("loop-devices", there("/dev/loop-control")),
         ("fuse", there("/dev/fuse")),

@@ -71,6 +71,7 @@ pub struct Metrics {
     refused: Family<ByReason, Counter>,
     requests_refused: Family<ByReason, Counter>,
     unresolved: Family<ByKind, Gauge>,
+    layers_damaged: Gauge,
     fences: Family<ByFact, Counter>,
     effects: Family<ByEffect, Counter>,
     fence_seconds: Histogram,
@@ -125,6 +126,12 @@ impl Metrics {
             "unresolved",
             "Publications and external requests without a known outcome",
             Family::clone(&unresolved),
+        );
+        let layers_damaged = Gauge::default();
+        registry.register(
+            "layers_damaged",
+            "Stored layers that a reading found damaged; they are not mounted",
+            layers_damaged.clone(),
         );
         let fences = Family::<ByFact, Counter>::default();
         for (fact, result) in RESULTS {
@@ -201,6 +208,7 @@ impl Metrics {
             refused,
             requests_refused,
             unresolved,
+            layers_damaged,
             fences,
             effects,
             fence_seconds,
@@ -246,6 +254,11 @@ impl Metrics {
                 .get_or_create(&ByKind { kind })
                 .set(i64::try_from(n).unwrap_or(i64::MAX));
         }
+    }
+
+    /// How many layers are damaged.
+    pub fn layers_damaged(&self, n: usize) {
+        self.layers_damaged.set(i64::try_from(n).unwrap_or(i64::MAX));
     }
 
     /// An effect that was done or failed.

@@ -98,6 +98,7 @@ pub async fn start(
         .map_err(failed)?;
     tokio::spawn(super::sweep::run(Arc::clone(&host)));
     tokio::spawn(super::tell::run(Arc::clone(&host)));
+    tokio::spawn(super::scrub::run(Arc::clone(&host)));
     host.shown().ready = true;
     Ok((Agent(host), served))
 }

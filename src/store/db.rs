@@ -498,6 +498,6 @@ mod tests {
         .unwrap();
         drop(db);
         let error = Db::open(&dir.path().join("db")).err().unwrap();
-        assert!(matches!(error, Error::Schema { found: 99, known: 2, .. }), "{error}");
+        assert!(matches!(error, Error::Schema { found: 99, known: 3, .. }), "{error}");
     }
 }

@@ -8,6 +8,7 @@
 //!     tree/            unpacked at the first mount; read-only from then on
 //!     complete         made last: the tree is whole, durable, and its digest was the name
 //!     damaged          what a verification found; the layer is not mounted while it is there
+//! layers/equal/        what deep heads are mounted through; see `equal`
 //! layers/.tmp-*/       being made or removed
 //! ```
 //!
@@ -111,11 +112,20 @@ impl LayerStore {
         for entry in std::fs::read_dir(&self.dir).at("list", &self.dir)? {
             let entry = entry.at("list", &self.dir)?;
             if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
+                // A crash may have left a run mounted that was to become an equivalence.
+                let merged = entry.path().join(super::equal::MERGED);
+                if merged.exists() {
+                    crate::kernel::overlay::unmount(&merged)?;
+                }
                 remove::remove_tree(&entry.path())?;
                 swept += 1;
             }
         }
         Ok(swept)
+    }
+
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
     }
 
     fn of(&self, diff_id: Digest) -> PathBuf {
@@ -149,6 +159,16 @@ impl LayerStore {
         }
         all.sort();
         Ok(all)
+    }
+
+    /// Whether a reading found a layer damaged, and none has found it whole since.
+    pub fn is_damaged(&self, diff_id: Digest) -> bool {
+        self.of(diff_id).join(DAMAGED).exists()
+    }
+
+    /// How many are.
+    pub fn damaged(&self) -> usize {
+        self.list().unwrap_or_default().into_iter().filter(|layer| self.is_damaged(*layer)).count()
     }
 
     /// The compressed file of a layer.

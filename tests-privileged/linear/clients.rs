@@ -94,6 +94,10 @@ impl History {
         lock(&self.log).join("\n")
     }
 
+    pub fn told_so_far(&self) -> usize {
+        lock(&self.log).iter().filter(|line| line.contains(" told ")).count()
+    }
+
     pub fn len(&self) -> usize {
         lock(&self.tester).len()
     }
@@ -217,8 +221,11 @@ impl<'a> Client<'a> {
                 self.forget();
                 continue;
             }
+            let before = (self.lease.clone(), self.generation, self.version);
             let ret = self.ask(op);
             if lost {
+                // Nor does it know of what it was given.
+                (self.lease, self.generation, self.version) = before;
                 if let (Some(Bug::SendsAgain), Op::Publish { layer, .. }) = (self.bug, op) {
                     let at = self.round.current().at;
                     let key = self.key();

@@ -54,7 +54,16 @@ impl Host {
     ) -> Result<(), Failure> {
         let _keeping = self.keeping();
         let pins = self.authority.pins().map_err(unavailable)?;
-        let here = self.needed_here();
+        let mut here = self.needed_here();
+        for known in self.layers.equivalences() {
+            let needed = |layer: &Digest| pins.layers.contains_key(layer) || here.contains_key(layer);
+            if known.run.last().is_some_and(needed) {
+                let why = format!("{} layers of a deep head, which it equals,", known.run.len());
+                here.entry(known.layer).or_insert(why);
+            } else if !dry_run {
+                self.layers.forget_equivalence(&known).map_err(internal)?;
+            }
+        }
         let size = |layer| self.layers.info(layer).map_or(0, |info| info.size_compressed);
         let told = |layer: Digest, verdict: &str, why: &str, bytes| {
             item("layer", &layer.to_string(), verdict, why.to_owned(), bytes)
@@ -82,7 +91,9 @@ impl Host {
         let mut doomed: Vec<_> =
             going.into_iter().filter_map(|layer| Some((layer, self.layers.doom(layer)?))).collect();
         // Whatever was added before that is named by its session now.
-        let here = self.needed_here();
+        let mut here = self.needed_here();
+        let equal = self.layers.equivalences().into_iter().map(|known| known.layer);
+        here.extend(equal.map(|layer| (layer, String::new())));
         doomed.retain(|(layer, _)| !here.contains_key(layer));
         if doomed.is_empty() {
             return Ok(());

@@ -332,22 +332,18 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     host.gc_layers(actor, dry_run, &mut items)?;
     orphans(host, &mut items)?;
     loops(host, dry_run, &mut items)?;
-    let (bytes, entries) = crate::upper::size::size(&host.paths.trash).map_err(internal)?;
-    if entries > 0 && host.tripped().is_some() {
-        let why = "the breaker is open; `overfence breaker show` says why".to_owned();
-        items.push(item("trash", "trash", "keep", why, bytes));
-    } else if entries > 0 {
-        let verdict = if dry_run { "remove" } else { "removed" };
-        if !dry_run {
-            remove::empty_trash(&host.paths.trash).map_err(internal)?;
-        }
-        items.push(item(
-            "trash",
-            "trash",
-            verdict,
-            "its removal was decided before".to_owned(),
-            bytes,
-        ));
+    for name in host.trash_of_nobody().map_err(internal)? {
+        let place = host.paths.trash.join(&name);
+        let (bytes, _) = crate::upper::size::size(&place).map_err(internal)?;
+        let (verdict, why) = match (host.tripped().is_some(), dry_run) {
+            (true, _) => ("keep", "the breaker is open; `overfence breaker show` says why"),
+            (false, true) => ("remove", "its removal was decided before"),
+            (false, false) => {
+                remove::finish_removal(&host.paths.trash, &name).map_err(internal)?;
+                ("removed", "its removal was decided before")
+            }
+        };
+        items.push(item("trash", &name.to_string_lossy(), verdict, why.to_owned(), bytes));
     }
     let bytes_freed = items.iter().filter(|i| i.verdict == "removed").map(|i| i.bytes).sum();
     let report = GcReport { dry_run, items, bytes_freed };

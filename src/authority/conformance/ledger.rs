@@ -93,6 +93,8 @@ pub(super) fn i1_every_reason(f: &dyn Fixture) {
     // also by who looked before.
     let other = publication(&a, 23, 7);
     assert_eq!(publish(f, &other).unwrap().head.0.last(), Some(&layer(7)));
+    assert_eq!(f.authority().bury(&all, &pins, no_rider()).unwrap(), []);
+    let pins = f.authority().pins().unwrap();
     assert_eq!(f.authority().bury(&all, &pins, no_rider()).unwrap(), [layer(8)]);
     end(f, &a, LeaseState::Released, "done").unwrap();
     refuse(publication(&a, 20, 2), Code::LeaseReleased);

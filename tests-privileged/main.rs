@@ -117,9 +117,6 @@ fn main() {
     if !root {
         eprintln!("\n*** NOT ROOT: no privileged test is run. Run `make test` as root. ***\n");
     }
-    if root {
-        systemd::say_what_is_not_tested();
-    }
     let tests = all();
     let names: Vec<String> = tests
         .iter()

@@ -32,6 +32,7 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("writers::a_lower_that_hangs_altogether_delays_no_fence", &["fuse"]),
     ("writers::one_that_no_kill_wakes_delays_no_other_session", &["fuse"]),
     ("writers::one_that_a_kill_wakes_ends_when_it_is_to_be_killed", &["fuse"]),
+    ("container::a_hybrid_host_gives_a_part_of_the_hierarchy", &["hybrid-cgroups", "podman"]),
     ("container::", &["podman"]),
     ("delta::a_diff_is_what_podman_says_where_it_answers", &["podman"]),
     ("outside::skopeo_and_umoci_unpack_what_was_mounted", &["skopeo", "umoci"]),
@@ -43,18 +44,22 @@ const NEEDS: &[(&str, &[&str])] = &[
         "systemd::an_engine_with_the_systemd_driver_is_fenced_in_its_slice",
         &["systemd-nspawn", "podman"],
     ),
+    ("systemd::limits_bound_a_session", &["systemd-nspawn", "controllers"]),
+    ("systemd::limits_that_cannot_be_had_are_refused", &["systemd-nspawn", "hybrid-cgroups"]),
     ("systemd::", &["systemd-nspawn"]),
     ("package::", &["systemd-nspawn"]),
 ];
 
 const SKIPS: &str = include_str!("skips.toml");
-/// Says what kind of host this is; without it, it is `development`.
+/// Says what kind of host this is; without it, it is `development`, or `hybrid` where cgroup v1 has
+/// controllers.
 const HOST: &str = "OVERFENCE_TEST_HOST";
 
 #[derive(Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
 #[serde(rename_all = "lowercase")]
 enum Kind {
     Development,
+    Hybrid,
     Guest,
     Container,
 }
@@ -87,7 +92,7 @@ struct Answer {
 }
 
 /// What tests need and overfence does not.
-fn beside_doctor() -> [(String, (bool, String)); 8] {
+fn beside_doctor() -> [(String, (bool, String)); 10] {
     let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
     let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
     let field =
@@ -95,6 +100,8 @@ fn beside_doctor() -> [(String, (bool, String)); 8] {
     let have = u64::from_str_radix(field("CapEff:"), 16).expect("a set of capabilities");
     let lacks = UNCONFINED.into_iter().find(|cap| have & cap.bitmask() == 0);
     let unconfined = field("Seccomp:") == "0" && lacks.is_none();
+    let offered = crate::systemd::machine::offered();
+    let controllers = offered.len() == crate::systemd::machine::CONTROLLERS.len();
     let detail = format!("root is confined: seccomp mode {}, lacks {lacks:?}", field("Seccomp:"));
     [
         ("podman", there("/usr/bin/podman")),
@@ -110,8 +117,14 @@ fn beside_doctor() -> [(String, (bool, String)); 8] {
                 .map_or_else(|e| (false, e.to_string()), |_| (true, String::new())),
         ),
         ("unconfined-root", (unconfined, detail)),
+        ("controllers", (controllers, format!("its cgroup v2 has {offered:?}"))),
+        ("hybrid-cgroups", (is_hybrid(), "its cgroup v2 has all controllers".to_owned())),
     ]
     .map(|(need, answer)| (need.to_owned(), answer))
+}
+
+fn is_hybrid() -> bool {
+    crate::host::cgroup2_root() != Path::new("/sys/fs/cgroup")
 }
 
 /// What root has on a host, and in no container but a privileged one: ways out of a session are
@@ -140,7 +153,8 @@ pub struct Needs {
 impl Needs {
     /// Asks this host. It panics if the host cannot be asked, or if a file of ours is wrong.
     pub fn of_this_host() -> Self {
-        let kind = std::env::var(HOST).unwrap_or_else(|_| "development".into());
+        let usual = if is_hybrid() { "hybrid" } else { "development" };
+        let kind = std::env::var(HOST).unwrap_or_else(|_| usual.into());
         let out = Command::new(crate::host::binary())
             .args(["doctor", "-o", "json"])
             .output()

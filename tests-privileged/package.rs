@@ -7,10 +7,11 @@ use std::process::{Command, Output, Stdio};
 
 use crate::agent_process::id_of;
 use crate::host::{Place, Test};
-use crate::systemd::machine::Machine;
+use crate::systemd::machine::{self, Machine};
 
 pub fn tests() -> Vec<Test> {
     vec![
+        Test { name: "make_install_stays_below_destdir_and_names_its_prefix", run: below_destdir },
         Test { name: "the_deb_installs_and_the_demo_passes_with_no_edit", run: installs },
         Test { name: "removal_is_refused_with_live_sessions_unless_told", run: removes },
         Test { name: "i4_purge_keeps_and_names_what_may_be_somebodys_data", run: purges },
@@ -44,6 +45,46 @@ fn deb(place: &Place) -> PathBuf {
 fn text(out: &Output) -> String {
     let [said, complained] = [&out.stdout, &out.stderr].map(|b| String::from_utf8_lossy(b));
     format!("{}\n{said}{complained}", out.status)
+}
+
+/// All files below a directory, by their path from there.
+fn files(top: &Path) -> Vec<PathBuf> {
+    let out = Command::new("find").arg(top).args(["-type", "f", "-printf", "/%P\\n"]).output();
+    let list = String::from_utf8(out.unwrap().stdout).unwrap();
+    let mut files: Vec<_> = list.lines().map(PathBuf::from).collect();
+    files.sort();
+    files
+}
+
+fn below_destdir(place: &Place) {
+    let [at, other] = ["dest dir", "usr"].map(|name| place.dir.join(name));
+    // Whoever writes beside it fails.
+    for dir in ["/usr", "/etc"] {
+        for how in [["--bind", dir], ["-o", "remount,bind,ro"]] {
+            assert!(Command::new("mount").args(how).arg(dir).status().unwrap().success());
+        }
+    }
+    machine::put(place, &at, "/usr/local");
+    let installed = files(&at);
+    for wanted in [
+        "/usr/local/bin/overfence",
+        "/usr/local/lib/systemd/system/overfence-agent.service",
+        "/usr/local/lib/sysusers.d/overfence.conf",
+        "/usr/local/lib/tmpfiles.d/overfence.conf",
+        "/usr/local/share/man/man1/overfence.1",
+        "/usr/local/share/bash-completion/completions/overfence",
+    ] {
+        assert!(installed.iter().any(|f| f == Path::new(wanted)), "{wanted}: {installed:?}");
+    }
+    assert!(installed.iter().all(|f| f.starts_with("/usr/local")), "{installed:?}");
+    let unit = "lib/systemd/system/overfence-agent.service";
+    let text = fs::read_to_string(at.join("usr/local").join(unit)).unwrap();
+    assert!(text.contains("ExecStart=/usr/local/bin/overfence "), "{text}");
+    assert!(!text.contains("/usr/bin/overfence"), "{text}");
+    // Another prefix is the same files in another place.
+    machine::put(place, &other, "/usr");
+    let moved = |f: &PathBuf| Path::new("/usr/local").join(f.strip_prefix("/usr").unwrap());
+    assert_eq!(files(&other).iter().map(moved).collect::<Vec<_>>(), installed);
 }
 
 /// A machine with nothing but the package on its disk.

@@ -7,7 +7,7 @@ pub mod machine;
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
 use crate::agent_process::{has, id_of};
@@ -25,7 +25,8 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i8_restart_and_upgrade_disturb_no_session", run: undisturbed },
         Test { name: "stop_leaves_sessions_and_the_socket_starts_the_agent", run: stopped },
         Test { name: "drain_takes_every_session_down_and_keeps_what_it_wrote", run: drained },
-        Test { name: "limits_bound_a_session_or_are_refused_by_name", run: limited },
+        Test { name: "limits_bound_a_session", run: limited },
+        Test { name: "limits_that_cannot_be_had_are_refused", run: refused },
         Test { name: "an_external_slice_is_fenced_and_given_back", run: external::given_back },
         Test {
             name: "an_engine_with_the_systemd_driver_is_fenced_in_its_slice",
@@ -34,20 +35,6 @@ pub fn tests() -> Vec<Test> {
         Test { name: "the_watchdog_restarts_a_stopped_agent", run: watchdog },
         Test { name: "i9_a_reboot_ends_leases_and_keeps_uppers", run: rebooted },
     ]
-}
-
-/// What this host cannot show is said, also when everything passes.
-pub fn say_what_is_not_tested() {
-    let offered = machine::offered();
-    let lacking: Vec<_> =
-        machine::CONTROLLERS.into_iter().filter(|c| !offered.contains(c)).collect();
-    if !lacking.is_empty() {
-        eprintln!(
-            "\n*** This host's cgroup v2 offers no {}: sessions WITH these controllers are NOT \
-             tested here. A guest of vm-harness has them. ***\n",
-            lacking.join(", ")
-        );
-    }
 }
 
 const WRITES: &str = "while :; do echo x >> log; sleep 0.01; done";
@@ -262,7 +249,8 @@ fn undisturbed(place: &Place) {
     let mut three = Three::open(&machine);
     // With one of these, a service that kept the sessions below its own cgroup would not start again.
     let enabled = machine.enable_for_sessions();
-    assert!(!enabled.is_empty(), "this host's cgroup v2 offers no controller at all");
+    let lacking: Vec<_> = machine::offered().into_iter().filter(|c| !enabled.contains(c)).collect();
+    assert!(!enabled.is_empty() && lacking.is_empty(), "without {lacking:?}: {enabled:?}");
     eprintln!("with {enabled:?} enabled for the sessions");
     let before = three.places(&machine);
     let kill = |unit: &str| {
@@ -299,6 +287,13 @@ fn undisturbed(place: &Place) {
     assert_eq!(said, "x\n");
 
     assert_eq!(machine.tell(&["evidence", "verify"])["ok"], true);
+    // Nor was either of them stopped and let go between two looks.
+    for id in [&three.running, &three.empty] {
+        let entries = machine.tell(&["evidence", "show", "--session", id]);
+        let entries = entries.as_array().unwrap();
+        let events = entries.iter().filter_map(|e| e["detail"]["event"]["event"].as_str());
+        assert_eq!(events.collect::<Vec<_>>(), ["opened"], "{entries:#?}");
+    }
     machine.tell(&["session", "close", &three.running, "--checkpoint"]);
     assert_eq!(machine.tell(&["workspace", "status", "running"])["version"], 1);
     machine.tell(&["preserved", "discard", &three.frozen, "--yes"]);
@@ -408,38 +403,25 @@ fn drained(place: &Place) {
 }
 
 /// Each limit where this host has its controller; else the error that names it.
+/// A limit by its controller: the value asked for, and the file that it lands in.
+const LIMITS: [(&str, &str, &str, &str); 3] = [
+    ("memory", "64M", "memory.max", "67108864"),
+    ("pids", "20", "pids.max", "20"),
+    ("cpu", "0.5", "cpu.max", "50000 100000"),
+];
+
+fn open_limited(machine: &Machine, controller: &str, value: &str) -> Output {
+    let flag = format!("--{controller}");
+    let open = ["overfence", "session", "open", "-w", controller, "--create"];
+    machine.run(&[&open[..], &[&flag, value, "-o", "json"]].concat())
+}
+
 fn limited(place: &Place) {
     let machine = Machine::boot(place);
-    let offered = machine::offered();
-    for (controller, value, file, written) in [
-        ("memory", "64M", "memory.max", "67108864"),
-        ("pids", "20", "pids.max", "20"),
-        ("cpu", "0.5", "cpu.max", "50000 100000"),
-    ] {
-        let flag = format!("--{controller}");
-        let args = [
-            "overfence",
-            "session",
-            "open",
-            "-w",
-            controller,
-            "--create",
-            &flag,
-            value,
-            "-o",
-            "json",
-        ];
-        if !offered.contains(&controller) {
-            let refused = machine.run(&args);
-            let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-            assert_eq!(refused.status.code(), Some(1), "{said}");
-            assert!(said.starts_with("overfence: unsupported: "), "{said}");
-            assert!(said.contains(&format!("controller `{controller}`")), "{said}");
-            let workspace = machine.tell(&["workspace", "status", controller]);
-            assert_eq!(workspace["generation"], 0, "a lease was taken: {workspace:#}");
-            continue;
-        }
-        let opened: serde_json::Value = serde_json::from_str(&machine.must(&args)).unwrap();
+    for (controller, value, file, written) in LIMITS {
+        let opened = open_limited(&machine, controller, value);
+        assert!(opened.status.success(), "{}", String::from_utf8_lossy(&opened.stderr));
+        let opened: serde_json::Value = serde_json::from_slice(&opened.stdout).unwrap();
         let id = id_of(&opened);
         assert_eq!(opened["session"]["limits"].as_object().unwrap().len(), 1, "{opened:#}");
         let read = || fs::read_to_string(machine.cgroup_of(&id).join(file)).unwrap();
@@ -448,21 +430,42 @@ fn limited(place: &Place) {
         assert_eq!(read().trim(), written, "{file} after a restart");
         machine.tell(&["session", "close", &id]);
     }
-    if offered.contains(&"memory") {
-        let hog = "head -c 300M /dev/zero | tail";
-        let args =
-            ["overfence", "run", "-w", "hog", "--create", "--memory", "64M", "--", "sh", "-c", hog];
-        let ended = machine.run(&args);
-        assert_ne!(ended.status.code(), Some(0), "300 MiB in 64 MiB of memory");
-    }
-    // A default that cannot be had refuses each open, too.
-    if !offered.contains(&"pids") {
+    let run = |flag: &str, value: &str, script: &str| {
+        let run = ["overfence", "run", "-w", "hog", "--create", flag, value, "--on-exit", "keep"];
+        machine.run(&[&run[..], &["--", "sh", "-c", script]].concat())
+    };
+    let ended = run("--memory", "64M", "head -c 300M /dev/zero | tail");
+    assert_ne!(ended.status.code(), Some(0), "300 MiB in 64 MiB of memory");
+    let forks = "i=0; while [ $i -lt 40 ]; do sleep 60 & i=$((i+1)); done";
+    let ended = run("--pids", "20", forks);
+    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_ne!(ended.status.code(), Some(0), "40 processes where 20 may be: {said}");
+    assert!(said.contains("fork"), "{said}");
+    machine.must(&["overfence", "drain", "--yes"]);
+}
+
+fn refused(place: &Place) {
+    let machine = Machine::boot(place);
+    let offered = machine::offered();
+    for (controller, value, ..) in LIMITS.iter().filter(|(name, ..)| !offered.contains(name)) {
+        let refused = open_limited(&machine, controller, value);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1), "{said}");
+        assert!(said.starts_with("overfence: unsupported: "), "{said}");
+        assert!(said.contains(&format!("controller `{controller}`")), "{said}");
+        let workspace = machine.tell(&["workspace", "status", controller]);
+        assert_eq!(workspace["generation"], 0, "a lease was taken: {workspace:#}");
+        // A default that cannot be had refuses each open, too.
         let conf = machine.root.join("etc/overfence");
         fs::create_dir_all(&conf).unwrap();
-        fs::write(conf.join("config.toml"), "[limits]\npids = 10\n").unwrap();
+        let value = if *controller == "pids" { "10" } else { &format!("{value:?}") };
+        fs::write(conf.join("config.toml"), format!("[limits]\n{controller} = {value}\n")).unwrap();
         machine.must(&["systemctl", "restart", AGENT]);
         assert_eq!(machine.ask(&["session", "open", "-w", "d", "--create"]).0, 1);
+        fs::remove_file(conf.join("config.toml")).unwrap();
+        machine.must(&["systemctl", "restart", AGENT]);
     }
+    assert!(offered.len() < LIMITS.len(), "nothing was refused");
     assert_eq!(left_of_sessions(&machine), Vec::<String>::new());
 }
 

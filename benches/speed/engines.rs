@@ -242,7 +242,7 @@ impl Engine {
         let image = if self.takes_many { &["localhost/base"][..] } else { &[] };
         let image = if self.socket.is_some() { &["base"][..] } else { image };
         let run: Vec<&str> = self.run.iter().map(String::as_str).collect();
-        said(&self.program, &[&run, &[id][..], image, &["sh", "-c", &script]].concat())?;
+        said(&self.program, &[&run, &[id][..], image, &["/bin/sh", "-c", &script]].concat())?;
         let pid = self.pid(id)?;
         let text = fs::read_to_string(format!("/proc/{pid}/cgroup")).map_err(|e| e.to_string())?;
         let below = text.lines().find_map(|line| line.strip_prefix("0::/"));

@@ -343,8 +343,8 @@ const PACKAGING: [(&str, &str); 9] = [
     ),
 ];
 
-/// Puts a version of the binary and the units into a root, as `make install PREFIX=/usr` does.
-pub fn install(place: &Place, root: &Path) {
+/// What `make install` does: the binary, its units and all that goes with it below `root`.
+pub fn put(place: &Place, root: &Path, prefix: &str) {
     let packaging = place.dir.join("packaging");
     for (name, text) in PACKAGING {
         let file = packaging.join(name);
@@ -356,10 +356,15 @@ pub fn install(place: &Place, root: &Path) {
     let done = Command::new("bash")
         .arg(packaging.join("install.sh"))
         .args([&*place.binary, root])
-        .arg("/usr")
+        .arg(prefix)
         .status()
         .unwrap();
     assert!(done.success());
+}
+
+/// Installs a version of the binary in a root and enables its agent.
+pub fn install(place: &Place, root: &Path) {
+    put(place, root, "/usr");
     let root = format!("--root={}", root.display());
     let enabled = Command::new("systemctl").args([&*root, "--quiet", "enable", AGENT]).status();
     assert!(enabled.unwrap().success());

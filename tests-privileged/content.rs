@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -294,23 +295,27 @@ fn reverted(place: &Place) {
 
 fn killed(place: &Place) {
     let revert = ["workspace", "revert", "-w", "w", "--to", "1"];
-    let prepared = |name: &str| {
-        let mut host = started(place, name);
-        publish(&host, "one");
-        publish(&host, "two");
-        host.kill_agent();
-        host
+    let mut host = started(place, "h");
+    publish(&host, "one");
+    publish(&host, "two");
+    host.kill_agent();
+    // Each kill begins from the same state.
+    let (state, saved) = (host.dir.join("state"), host.dir.join("saved"));
+    let copy = |from: &Path, to: &Path| {
+        let done = Command::new("cp").arg("-a").args([from, to]).status();
+        assert!(done.unwrap().success());
     };
-    let mut counting = prepared("count");
-    let log = counting.dir.join("points");
-    assert!(counting.start(Some(&format!("log={}", log.display()))));
+    copy(&state, &saved);
+    let log = host.dir.join("points");
+    assert!(host.start(Some(&format!("log={}", log.display()))));
     let before = fs::read_to_string(&log).unwrap().lines().count();
-    counting.must(&revert);
+    host.must(&revert);
     let points = fs::read_to_string(&log).unwrap().lines().count();
-    counting.stop();
     assert!(points - before >= 6, "{}", fs::read_to_string(&log).unwrap());
     for hit in before + 1..=points {
-        let mut host = prepared(&format!("k{hit}"));
+        host.kill_agent();
+        fs::remove_dir_all(&state).unwrap();
+        copy(&saved, &state);
         let done = host.start(Some(&format!("die={hit}"))) && host.ask(&revert).0 == 0;
         host.kill_agent();
         assert!(host.start(None), "{hit}: {}", host.log());
@@ -324,7 +329,6 @@ fn killed(place: &Place) {
         assert_eq!(merged.join("two").exists(), version == 2, "{hit}");
         host.must(&["session", "close", &id_of(&opened)]);
         assert_eq!(host.must(&["evidence", "verify"])["ok"], true, "{hit}");
-        host.stop();
     }
     eprintln!("killed and recovered at {} points", points - before);
 }

@@ -119,7 +119,9 @@ fn whole(place: &Place) {
     let opened = host.open("w", &paced_ttl(60));
     assert_eq!(tree(&path_of(&opened["session"], "merged")), left);
     host.must(&["session", "close", &id_of(&opened)]);
-    assert_eq!(layers(), before, "the same layer");
+    assert_eq!(layers(), before + 1, "of the present head, which is one layer deeper");
+    host.must(&["gc"]);
+    assert_eq!((layers(), equivalences(&host)), (before, 1));
     host.must(&["workspace", "delete", "-w", "w", "--yes"]);
     host.must(&["gc"]);
     host.must(&["gc"]);

@@ -73,19 +73,22 @@ fn two_handles(place: &Place) {
     assert!(ops as u64 >= rounds * 12, "steps are missing");
 }
 
+/// A round on an authority of its own, without a disk.
+fn alone(n: u64, bug: Option<Bug>) -> Result<usize, String> {
+    let clock = Clock::default();
+    let authority = MemoryAuthority::new(State::default(), clock.store());
+    round(&[&authority], &clock, n, bug)
+}
+
 fn planted(_: &Place) {
     for bug in BUGS {
-        let clock = Clock::default();
-        let authority = MemoryAuthority::new(State::default(), clock.store());
-        let caught = (0..3000).find(|n| round(&[&authority], &clock, *n, Some(bug)).is_err());
+        let caught = (0..3000).find(|n| alone(*n, Some(bug)).is_err());
         println!("{bug:?}: caught in round {caught:?}");
         assert!(caught.is_some(), "{bug:?} was not caught");
     }
     // And it is the bugs that are caught.
-    let clock = Clock::default();
-    let authority = MemoryAuthority::new(State::default(), clock.store());
     for n in 0..400 {
-        if let Err(shown) = round(&[&authority], &clock, n, None) {
+        if let Err(shown) = alone(n, None) {
             panic!("round {n} cannot be put into an order:\n{shown}");
         }
     }
@@ -210,7 +213,14 @@ fn killed(place: &Place) {
                     })
                 })
                 .collect();
-            std::thread::sleep(paced(Duration::from_millis(40 + 60 * (n % 5))));
+            // In the middle of what comes after the first few answers.
+            let waited = Instant::now();
+            while history.told_so_far() < 3 + (n % 5) as usize
+                && waited.elapsed() < paced(Duration::from_secs(10))
+            {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            std::thread::sleep(Duration::from_millis(7 * (n % 9)));
             dead.store(true, Ordering::SeqCst);
             let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
             rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();

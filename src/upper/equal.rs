@@ -6,9 +6,9 @@
 //! layers/equal/<digest of the run>    JSON: the run, lowest first, and the layer that equals it
 //! ```
 //!
-//! 1. The run is mounted, for this only. 2. What it shows is captured as a first layer. 3.
-//! That is unpacked, and its tree read back against its name. 4. The file is written. A crash before 4
-//! leaves a layer that nothing needs.
+//! The run is mounted, for this only; what it shows is captured as a first layer; that is unpacked, and
+//! its tree read back against its name; then the file is written. A crash before that leaves a layer
+//! which nothing needs.
 
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::host::{Place, Test, cgroup2_root, paced};
+use crate::host::{Place, Test, paced};
 
 pub fn tests() -> Vec<Test> {
     vec![
@@ -235,9 +235,7 @@ fn not_root(place: &Place) {
 }
 
 fn own_cgroup(pid: u32) -> PathBuf {
-    let text = std::fs::read_to_string("/proc/self/cgroup").unwrap();
-    let own = text.lines().find_map(|line| line.strip_prefix("0::/")).unwrap();
-    cgroup2_root().join(own).join(format!("overfence-demo-{pid}"))
+    crate::host::own_cgroup().join(format!("overfence-demo-{pid}"))
 }
 
 /// No cgroup, no directory in any process's mounts, no process of the demo's.

@@ -108,6 +108,13 @@ pub fn cgroup2_root() -> PathBuf {
         .expect("no cgroup2 mount: boot with a unified or hybrid hierarchy")
 }
 
+/// The cgroup that a test's own process is in. Not by /proc: a container may be shown a part of the
+/// hierarchy only.
+pub fn own_cgroup() -> PathBuf {
+    let play = std::env::var_os("OVERFENCE_TEST_CGROUP").expect("set by the parent");
+    Path::new(&play).with_file_name("own")
+}
+
 static COUNTER: AtomicU64 = AtomicU64::new(0);
 
 /// Runs the named test in a child and clears everything away.

@@ -22,6 +22,7 @@ mod deep;
 mod delta;
 mod demo;
 mod full_disk;
+mod gate;
 mod gc;
 mod host;
 mod hostile;
@@ -88,6 +89,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("outside", outside::tests()),
         ("bring_back", bring_back::tests()),
         ("rebase", rebase::tests()),
+        ("gate", gate::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
         ("image", image::tests()),

@@ -4,7 +4,8 @@
 need_packages() {
     local missing=() package
     command -v apt-get >/dev/null || die "not a Debian host: image and kernel come from its apt sources"
-    for package in qemu-system-x86 mmdebstrap e2fsprogs xz-utils zstd lz4 binutils; do
+    # clang: the guest's binary has the lease gate.
+    for package in clang qemu-system-x86 mmdebstrap e2fsprogs xz-utils zstd lz4 binutils; do
         [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] ||
             missing+=("$package")
     done

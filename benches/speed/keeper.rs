@@ -3,12 +3,14 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use overfence::kernel::{clock, launch};
 use overfence::model::time::BootNs;
 
+use crate::engines::count;
 use crate::figures::{Samples, heading, text};
 use crate::host::Place;
 use crate::rig::{Rig, Sleepers};
@@ -48,6 +50,7 @@ fn lateness(place: &Place, name: &str, hogs: usize) -> Vec<Duration> {
         .collect();
     let hogs = Hogs::new(place, hogs);
     rig.host.kill_agent();
+    hogs.begin();
     let first = sessions.iter().map(|(at, _)| *at).min().unwrap();
     assert!(clock::now() < first, "a deadline passed before the agent was killed: a slow machine");
     let files: Vec<_> = sessions
@@ -90,13 +93,18 @@ fn watch(mut left: Vec<(BootNs, File)>) -> Vec<Duration> {
     late
 }
 
-/// Processes that want the processor all the time, in a cgroup of their own; ended by pid.
-struct Hogs(Vec<Child>);
+/// Processes that want the processor all the time, in a cgroup of their own, which is frozen until they
+/// are to begin; ended by pid.
+struct Hogs {
+    cgroup: PathBuf,
+    all: Vec<Child>,
+}
 
 impl Hogs {
     fn new(place: &Place, n: usize) -> Self {
         let cgroup = place.cgroup.join("hogs");
         fs::create_dir_all(&cgroup).unwrap();
+        fs::write(cgroup.join("cgroup.freeze"), "1").unwrap();
         let start = |_| {
             Command::new("/bin/sh")
                 .args(["-c", "echo $$ > \"$1\"; while :; do :; done", "sh"])
@@ -105,16 +113,24 @@ impl Hogs {
                 .spawn()
                 .unwrap()
         };
-        Self((0..n).map(start).collect())
+        let hogs = Self { all: (0..n).map(start).collect(), cgroup };
+        while count(&hogs.cgroup) < n {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        hogs
+    }
+
+    fn begin(&self) {
+        fs::write(self.cgroup.join("cgroup.freeze"), "0").unwrap();
     }
 }
 
 impl Drop for Hogs {
     fn drop(&mut self) {
-        for hog in &mut self.0 {
+        for hog in &mut self.all {
             let _ = hog.kill();
         }
-        for hog in &mut self.0 {
+        for hog in &mut self.all {
             let _ = hog.wait();
         }
     }

@@ -477,6 +477,7 @@ impl Host {
     /// What a session without processes and mount needs no longer: deadline, cgroup, run-time
     /// directory. Done twice it is the same.
     pub(super) fn vacate(&self, slot: &Slot) -> Result<(), String> {
+        self.gate_leave(slot)?;
         self.deadlines.remove(slot.id);
         self.table().remove(slot.id).map_err(text)?;
         self.events.remove(slot.id);

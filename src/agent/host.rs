@@ -77,6 +77,8 @@ pub struct Host {
     pub gone: GoneProver,
     /// Watches the sealed cgroups.
     pub events: CgroupEvents,
+    /// Has the kernel compare each write with its session's lease, where it can.
+    pub(super) gate: super::gate::HostGate,
     /// Counters.
     pub metrics: Metrics,
     /// Whether the agent's own parts go round.
@@ -165,6 +167,7 @@ impl Host {
             deadlines: Deadlines::new()?,
             renewals: Mutex::default(),
             events: CgroupEvents::new()?,
+            gate: super::gate::HostGate::raise(),
             metrics: Metrics::new(),
             pulse: Pulse::default(),
             breaker: super::breaker::Shared::default(),
@@ -309,6 +312,7 @@ impl Host {
         if let Err(fault) = self.enter_deadline(&inner.session, deadline) {
             tracing::error!(OVERFENCE_SESSION = %inner.session.id, OVERFENCE_WORKSPACE = %inner.session.workspace, "the keeper's entry was not written: {fault}");
         }
+        self.gate_follow(inner, deadline);
         self.deadlines.set(inner.session.id, deadline);
         self.renewals().set_if_none(inner.session.id, inner.lease.next);
     }

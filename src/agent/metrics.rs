@@ -53,7 +53,8 @@ struct ByState {
 }
 
 /// What can be said of each fact of a fence.
-const RESULTS: [(Fact, &str); 8] = [
+const RESULTS: [(Fact, &str); 9] = [
+    (Fact::Gated, "proved"),
     (Fact::Frozen, "proved"),
     (Fact::Frozen, "late"),
     (Fact::ReadOnly, "proved"),
@@ -274,6 +275,7 @@ impl Metrics {
         };
         let fenced = matches!(from, State::Fencing | State::Fenced | State::Preserved);
         match event {
+            Event::Gated { .. } if fenced => fact(Fact::Gated, "proved"),
             Event::Frozen { .. } if fenced => fact(Fact::Frozen, "proved"),
             Event::FreezeLate { .. } if fenced => fact(Fact::Frozen, "late"),
             Event::ReadOnly { .. } if fenced => fact(Fact::ReadOnly, "proved"),

@@ -28,6 +28,7 @@ mod deadlines;
 mod effects;
 mod external;
 pub mod failure;
+mod gate;
 pub mod handle;
 mod host;
 mod image;

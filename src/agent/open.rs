@@ -376,6 +376,9 @@ impl Host {
             for other in &former {
                 let left = until.saturating_duration_since(tokio::time::Instant::now());
                 let stopped = |inner: &super::slot::Inner| {
+                    if self.gate_stops(inner) {
+                        return true;
+                    }
                     let s = &inner.session;
                     let over = matches!(s.state, State::Closed | State::Quarantined);
                     over || s.facts.has(crate::model::facts::Fact::Frozen)
@@ -470,8 +473,9 @@ impl Host {
                 count: crate::workload::MAPPED_COUNT,
             }),
         };
-        let mounted =
-            overlay::mount(&spec).map_err(|e| Failure::new(Code::MountFailed, text(e)))?;
+        // Before a path leads to it, so that no write can come ahead of the first check.
+        let mounted = overlay::mount_with(&spec, |root| self.gate_enter(slot, root))
+            .map_err(|e| Failure::new(Code::MountFailed, text(e)))?;
         self.hold_descriptors(slot, mounted).map_err(|e| Failure::new(Code::Internal, e))?;
         self.listen(s.id).map_err(io("listen on the session socket"))?;
         let inner = slot.lock();

@@ -193,6 +193,7 @@ impl Host {
             self.refresh_deadline(&inner);
         }
         drop(inner);
+        super::gate::check(self, &slot);
         slot
     }
 
@@ -242,6 +243,7 @@ impl Host {
         };
         match mounted {
             Ok(Some(mounted)) => {
+                self.gate_adopt(slot, &mounted.root);
                 if let Err(why) = self.hold_descriptors(slot, mounted) {
                     warn("watch", why);
                 }

@@ -68,6 +68,8 @@ pub struct Inner {
     pub mounted: Option<Arc<Mounted>>,
     /// Directory, cgroup and mount are being made: effects wait until that has ended.
     pub building: bool,
+    /// Its entry in the lease gate, where there is one.
+    pub gate: Option<crate::kernel::gate::Entry>,
     /// Device of the overlay's superblock, known also after it was unmounted here.
     pub s_dev: Option<u64>,
     /// Answers to publications, until their askers took them.
@@ -221,6 +223,7 @@ impl Slot {
                 beats: None,
                 cgroup: None,
                 mounted: None,
+                gate: None,
                 s_dev: None,
                 building: false,
                 answers: BTreeMap::new(),
@@ -324,6 +327,7 @@ impl Host {
                 // What was queued under the lease is not wanted any more.
                 inner.queue.clear();
                 self.deadlines.remove(inner.session.id);
+                self.gate_shut(inner);
             }
             if inner.session.state == State::Active {
                 inner.size = None;
@@ -341,6 +345,9 @@ impl Host {
             }
             if held {
                 self.leave_to_keeper(inner);
+            }
+            if held && !inner.session.holds_lease() {
+                events.extend(super::gate::proved(inner));
             }
             if done.record {
                 let detail = serde_json::json!({

@@ -165,12 +165,14 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     let mut states: BTreeMap<State, u64> = BTreeMap::new();
     let mut missing: BTreeMap<Fact, u64> = BTreeMap::new();
     let (mut fenced, mut held, mut bytes) = (0, 0, 0);
+    host.gate_look();
     keep::gather_by_namespace(host);
     keep::rivals(host, Scope::Everywhere);
     for slot in host.slots() {
         super::watch::look(host, &slot);
         check_read_only(host, &slot);
         super::seal::check(host, &slot);
+        super::gate::check(host, &slot);
         let before = slot.session();
         host.apply(&slot, Event::Witnessed { add_ms, may_delete }, "agent");
         let s = slot.session();

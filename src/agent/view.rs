@@ -40,6 +40,7 @@ impl Host {
             loss: s.loss.as_ref().map(ToString::to_string),
             may_resume: s.may_resume(),
             facts: facts(s),
+            gate: Some(self.gate_view(&inner)),
             missing: missing(s).map(|f| f.name().to_owned()),
             sealing: inner.sealing.as_ref().map(|(what, progress)| sealing(what, progress)),
             holders: s.holders.clone(),
@@ -191,7 +192,9 @@ pub fn missing(s: &Session) -> Option<Fact> {
             let needed = wanted
                 .filter(|f| *f != Fact::Sealed || s.fence.to == Fact::Sealed)
                 // It takes read-only's place where that is refused, and is missed by nobody.
-                .filter(|f| *f != Fact::UpperFrozen);
+                .filter(|f| *f != Fact::UpperFrozen)
+                // No fence goes for it: it is there, or the host cannot have it.
+                .filter(|f| *f != Fact::Gated);
             // Who was killed cannot run: stronger than frozen. After it is gone nothing is missing.
             let (killed, gone) = (s.facts.has(Fact::Killed), s.facts.has(Fact::Gone));
             let there = |f: Fact| s.facts.has(f) || gone || (killed && f == Fact::Frozen);

@@ -101,7 +101,7 @@ impl<B: Backend> Ledger for B {
     }
 
     fn publications(&self, which: &Which) -> Result<Vec<Publication>, Error> {
-        self.transact(Durability::Lazy, |rows| rows.publications(which))
+        self.read(|rows| rows.publications(which))
     }
 
     fn assign(
@@ -172,7 +172,7 @@ impl<B: Backend> Ledger for B {
     }
 
     fn requests(&self, which: &Which) -> Result<Vec<Request>, Error> {
-        self.transact(Durability::Lazy, |rows| rows.requests(which))
+        self.read(|rows| rows.requests(which))
     }
 
     fn prune(&self, before_ms: u64) -> Result<usize, Error> {

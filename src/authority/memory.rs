@@ -64,6 +64,10 @@ impl Backend for MemoryAuthority {
         *state = work.state;
         Ok(answer)
     }
+
+    fn read<R>(&self, job: impl FnOnce(&mut dyn Rows) -> Result<R, Fault>) -> Result<R, Error> {
+        Ok(job(&mut Work { state: self.state(), now: (self.clock)() })?)
+    }
 }
 
 struct Work {

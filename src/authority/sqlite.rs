@@ -68,6 +68,10 @@ impl Backend for SqliteAuthority {
     ) -> Result<R, Error> {
         Ok(self.store.transact(durability, |tx| job(&mut Table { tx }))?)
     }
+
+    fn read<R>(&self, job: impl FnOnce(&mut dyn Rows) -> Result<R, Fault>) -> Result<R, Error> {
+        Ok(self.store.read(|tx| job(&mut Table { tx }))?)
+    }
 }
 
 struct Table<'a> {

@@ -59,6 +59,9 @@ pub(super) trait Backend: Send + Sync {
         durability: Durability,
         job: impl FnOnce(&mut dyn Rows) -> Result<R, Fault>,
     ) -> Result<R, Error>;
+
+    /// Runs `job`, which changes nothing, on what is committed.
+    fn read<R>(&self, job: impl FnOnce(&mut dyn Rows) -> Result<R, Fault>) -> Result<R, Error>;
 }
 
 /// The record of a workspace, if it is believed: one that is not is on HOLD as it is.
@@ -342,21 +345,21 @@ impl<B: Backend> Authority for B {
     }
 
     fn get(&self, id: &WorkspaceId) -> Result<Option<Workspace>, Error> {
-        self.transact(Durability::Lazy, |rows| rows.load(id))
+        self.read(|rows| rows.load(id))
     }
 
     fn list(&self) -> Result<Vec<Workspace>, Error> {
-        let all = self.transact(Durability::Lazy, |rows| rows.all())?;
+        let all = self.read(|rows| rows.all())?;
         Ok(all.into_iter().filter_map(Result::ok).collect())
     }
 
     fn unreadable(&self) -> Result<Vec<Unreadable>, Error> {
-        let all = self.transact(Durability::Lazy, |rows| rows.all())?;
+        let all = self.read(|rows| rows.all())?;
         Ok(all.into_iter().filter_map(Result::err).collect())
     }
 
     fn history(&self, id: &WorkspaceId, limit: usize) -> Result<Vec<HistoryRow>, Error> {
-        self.transact(Durability::Lazy, |rows| rows.rows(id, limit))
+        self.read(|rows| rows.rows(id, limit))
     }
 
     fn acquire(&self, wish: &Acquire, rider: Rider<'_, Acquired>) -> Answer<Acquired> {

@@ -19,8 +19,8 @@ use crate::model::limits::{Cpus, Limits, Size};
 use crate::model::session::{CloseMode, Seeded};
 use crate::model::slice::Slice;
 use crate::model::view::{
-    Checkpointed, CloseSession, CreateWorkspace, DiffLine, OpenSession, Opened, SealingView,
-    SessionView,
+    Checkpointed, CloseSession, CreateWorkspace, DiffLine, GateView, OpenSession, Opened,
+    SealingView, SessionView,
 };
 
 /// What can be done with sessions.
@@ -355,6 +355,25 @@ fn close(context: &Context, client: &Client, wish: &Close) -> Result<SessionView
     client.post(&path(&["sessions", &session, "close"]), &CloseSession { mode })
 }
 
+/// The lease gate in a line.
+fn gate(gate: &GateView) -> String {
+    let mut line = gate.state.clone();
+    if !gate.missing.is_empty() {
+        line.push_str(&format!(", without {}", gate.missing.join(", ")));
+    }
+    if let Some(why) = &gate.why {
+        line.push_str(&format!(": {}", why.trim_start_matches("no lease gate: ")));
+    }
+    if gate.shared_mappings {
+        line.push_str("; stores into writable shared mappings pass it");
+    }
+    let refused: Vec<_> = gate.refused.iter().map(|(way, n)| format!("{n} {way}")).collect();
+    if !refused.is_empty() {
+        line.push_str(&format!("; refused {}", refused.join(", ")));
+    }
+    line
+}
+
 fn sealing(now: &SealingView) -> String {
     match now.total {
         0 => format!("{}: counting", now.what),
@@ -481,6 +500,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("lost", session.loss.clone()),
         ("missing", session.missing.clone()),
         ("sealing", session.sealing.as_ref().map(sealing)),
+        ("gate", session.gate.as_ref().map(gate)),
         ("base", Some(format!("version {}, {}", session.base.version, session.base.head))),
         ("expects", Some(format!("version {}", session.expected.version))),
         ("unknown", Some(table::joined(&session.unknown))),

@@ -58,6 +58,7 @@ pub fn ask(state: &Path, cgroups: &Path) -> Vec<Answer> {
         let _ = scope.spawn(|| report.mounts(state)).join();
     });
     report.fact("bpf-lsm", false, bpf_lsm());
+    report.fact("lease-gate", false, lease_gate());
     report.fact("bubblewrap", true, bubblewrap());
     report.0
 }
@@ -357,6 +358,15 @@ fn bpf_lsm() -> Seen {
         Ok(format!("in {list}"))
     } else {
         Err(format!("not in {list}: boot with lsm=...,bpf for the lease gate"))
+    }
+}
+
+/// Whether the kernel takes the gate's programs, and all of them.
+fn lease_gate() -> Seen {
+    match told(super::gate::ask().map(|missing| missing.join(", "))) {
+        Ok(missing) if missing.is_empty() => Ok("complete".to_owned()),
+        Ok(missing) => Err(format!("partial: not checked are {missing}")),
+        Err(why) => Err(format!("absent: {why}")),
     }
 }
 

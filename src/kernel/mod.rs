@@ -12,6 +12,7 @@
 //!     (xattr) trusted.overfence.ticket  digest of the ticket that sealed it
 //! <run>/deadlines                       `deadlines::Table`: the agent writes, the keeper reads
 //! <run>/cell                            `ns::make_cell`: a pinned mount namespace (nsfs bind)
+//! /sys/fs/bpf/overfence                 `gate`: the programs that check the lease, and their maps
 //! <session>/seal                        `seal`: what carried the flag before we set ours
 //! <session>/image, <session>/disk       `image`: a file system of the session's own, and its mount
 //! <probe directory>/.overfence-probe-*  `overlay::preflight`, `gone::index_probe`, `doctor`:
@@ -31,6 +32,7 @@ pub mod clock;
 pub mod deadlines;
 pub mod doctor;
 pub mod events;
+pub mod gate;
 pub mod gone;
 pub mod handle;
 pub mod holders;
@@ -88,6 +90,12 @@ pub enum Error {
         /// `memory`, `pids` or `cpu`.
         controller: &'static str,
         /// Where it is missing, and how to have it.
+        reason: String,
+    },
+    /// The lease gate is not to be had, or not for one session.
+    #[error("no lease gate: {reason}")]
+    NoGate {
+        /// Why.
         reason: String,
     },
     /// No file system could be made in an image.

@@ -11,6 +11,9 @@ use super::time::BootNs;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Fact {
+    /// The kernel refuses each write through the overlay as it starts, and refused a probe. No
+    /// action: it holds by itself once the deadline passed. See `kernel::gate` for what it does not stop.
+    Gated,
     /// `cgroup.freeze` is 1 and `cgroup.events` says frozen 1 or populated 0.
     Frozen,
     /// The overlay's superblock is read-only and a write probe got EROFS.
@@ -29,17 +32,26 @@ pub enum Fact {
 
 impl Fact {
     /// All facts this build can prove, weakest first.
-    pub const ALL: [Self; 6] =
-        [Self::Frozen, Self::ReadOnly, Self::Sealed, Self::UpperFrozen, Self::Killed, Self::Gone];
+    pub const ALL: [Self; 7] = [
+        Self::Gated,
+        Self::Frozen,
+        Self::ReadOnly,
+        Self::Sealed,
+        Self::UpperFrozen,
+        Self::Killed,
+        Self::Gone,
+    ];
 
-    /// Whether a fence can be asked to go for it. `upper-frozen` comes by itself, where it can.
+    /// Whether a fence can be asked to go for it. `gated` and `upper-frozen` come by themselves, where
+    /// they can.
     pub const fn is_aim(self) -> bool {
-        !matches!(self, Self::UpperFrozen | Self::Gone)
+        !matches!(self, Self::Gated | Self::UpperFrozen | Self::Gone)
     }
 
     /// The name used in output and metrics.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Gated => "gated",
             Self::Frozen => "frozen",
             Self::ReadOnly => "read-only",
             Self::Sealed => "sealed",
@@ -49,15 +61,17 @@ impl Fact {
         }
     }
 
-    /// Whether who has this fact has `wanted` as well. A seal and a stopped upper stand beside the
-    /// others: they do not say that the overlay is read-only, and a kill does not say that the upper
-    /// is sealed.
+    /// Whether who has this fact has `wanted` as well. A gate, a seal and a stopped upper stand beside
+    /// the others: they do not say that the overlay is read-only, and a kill does not say that the
+    /// upper is sealed.
     pub const fn covers(self, wanted: Self) -> bool {
         match (self, wanted) {
             (Self::Gone, _)
+            | (Self::Gated, Self::Gated)
             | (Self::Sealed, Self::Sealed | Self::Frozen)
             | (Self::UpperFrozen, Self::UpperFrozen | Self::Frozen) => true,
-            (Self::Sealed | Self::UpperFrozen, _) | (_, Self::Sealed | Self::UpperFrozen) => false,
+            (Self::Gated | Self::Sealed | Self::UpperFrozen, _)
+            | (_, Self::Gated | Self::Sealed | Self::UpperFrozen) => false,
             (_, _) => self as u8 >= wanted as u8,
         }
     }

@@ -36,6 +36,11 @@ macro_rules! uuid_id {
             pub const fn from_u128(n: u128) -> Self {
                 Self(Uuid::from_u128(n))
             }
+
+            /// The number that it is.
+            pub const fn as_u128(self) -> u128 {
+                self.0.as_u128()
+            }
         }
 
         impl fmt::Display for $name {

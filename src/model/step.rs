@@ -97,6 +97,16 @@ pub enum Event {
         /// Who does not freeze.
         blockers: Vec<Blocker>,
     },
+    /// The lease gate refuses its writes.
+    Gated {
+        /// The kernel's answer.
+        proof: Proof,
+    },
+    /// The gate let a probe pass: somebody took it away.
+    GateLost {
+        /// What was answered.
+        seen: String,
+    },
     /// An operator wants it stopped.
     FenceAsked {
         /// How far.
@@ -341,6 +351,8 @@ fn taken(s: &mut Session, event: &Event) -> Step {
         Event::RenewalMissed { cause } => on_renewal_missed(s, cause),
         Event::LeaseLost { loss, revoke } => lose(s, loss.clone(), *revoke),
         Event::FenceAsked { wish, by, reason, now } => on_fence_asked(s, wish, by, reason, *now),
+        Event::Gated { proof } => on_gated(s, proof),
+        Event::GateLost { .. } => on_gate_lost(s),
         Event::Frozen { proof } => on_frozen(s, proof),
         Event::FreezeLate { blockers } => on_freeze_late(s, blockers),
         Event::ForeignThaw { .. } => on_foreign_thaw(s),
@@ -381,6 +393,7 @@ fn taken(s: &mut Session, event: &Event) -> Step {
 mod effect;
 mod fence;
 mod foreign;
+mod gate;
 mod hold;
 mod image;
 mod lifecycle;
@@ -393,6 +406,7 @@ use fence::{
     on_read_only_lost, on_tick, writable_again,
 };
 use foreign::{on_moved_out, on_upper_changed};
+use gate::{on_gate_lost, on_gated};
 use hold::{
     on_capture_refused, on_captured, on_checkpoint_asked, on_close_asked, on_published,
     on_readmitted, on_released, on_thawed, on_writable,

@@ -28,7 +28,7 @@ pub use ledger::{
 };
 pub use session::{
     ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
-    OpenSession, Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
+    GateView, OpenSession, Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
 };
 pub use workspace::{
     DeleteWorkspace, HoldWorkspace, ImportWorkspace, LayerReport, RepairWorkspace, RevertWorkspace,

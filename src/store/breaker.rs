@@ -16,7 +16,7 @@ impl Store {
     /// # Errors
     /// The database does not answer. Inside: the record is there and not believed.
     pub fn breaker(&self) -> Result<Result<Option<Tripped>, Unreadable>, Error> {
-        self.transact(Durability::Lazy, |tx| {
+        self.read(|tx| {
             let Some(value) = tx.meta(KEY)? else { return Ok(Ok(None)) };
             let (mac, text) = value.split_once(' ').unwrap_or(("", &value));
             let mac = hex::decode(mac).unwrap_or_default();

@@ -1,11 +1,12 @@
-//! One SQLite file, one connection, group commit.
+//! One SQLite file, one connection that writes, with group commit, and one that only reads: what is
+//! asked does not wait for a commit's way to the disk.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use rusqlite::{Connection, ErrorCode};
+use rusqlite::{Connection, ErrorCode, OpenFlags};
 
 use super::error::Error;
 use super::{files, schema};
@@ -14,8 +15,7 @@ use crate::failpoint;
 /// How long-lasting a commit is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Durability {
-    /// Survives the agent's death, not a power loss (no fsync). For reads, and for what a reboot
-    /// ends anyway.
+    /// Survives the agent's death, not a power loss (no fsync). For what a reboot ends anyway.
     Lazy,
     /// Survives a power loss.
     Full,
@@ -43,7 +43,6 @@ struct Writer {
     jobs: usize,
     changes_before: u64,
     synchronous: Option<Durability>,
-    broken: Option<String>,
 }
 
 /// Bytes of the log whose room is held: SQLite copies the log into the database and begins it anew
@@ -53,6 +52,8 @@ const LOG: u64 = 8 << 20;
 /// The database. Calls block; do not call from inside a job.
 pub struct Db {
     writer: Mutex<Writer>,
+    reader: Mutex<Connection>,
+    broken: OnceLock<String>,
     decided: Condvar,
     waiting: AtomicUsize,
     commits: AtomicU64,
@@ -78,10 +79,13 @@ impl Db {
             jobs: 0,
             changes_before: 0,
             synchronous: Some(Durability::Full),
-            broken: None,
         };
+        let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let reader = Connection::open_with_flags(path, flags).map_err(Error::sql("open"))?;
         Ok(Self {
             writer: Mutex::new(writer),
+            reader: Mutex::new(reader),
+            broken: OnceLock::new(),
             decided: Condvar::new(),
             waiting: AtomicUsize::new(0),
             commits: AtomicU64::new(0),
@@ -125,12 +129,14 @@ impl Db {
         if writer.open.as_ref().is_some_and(|b| b.durability < durability) {
             self.commit(&mut writer);
         }
+        self.believed()?;
         let batch = join(&mut writer, durability)?;
         // A panic of one job must not take the batch of the others with it.
         let outcome = catch_unwind(AssertUnwindSafe(|| in_savepoint(&mut writer.conn, job)));
-        if let Some(why) = damage(&outcome) {
+        if let Ok(Err(fault)) = &outcome
+            && let Some(why) = self.damage(fault)
+        {
             let _ = writer.conn.execute_batch("ROLLBACK");
-            writer.broken = Some(why.clone());
             self.settle(&mut writer, Fate::RolledBack(why));
         } else if writer.conn.is_autocommit() {
             let why = "SQLite undid it, the disk may be full".to_owned();
@@ -145,6 +151,34 @@ impl Db {
             Fate::RolledBack(why) => Err(Error::RolledBack { why }),
             Fate::Lost(why) => Err(Error::CommitLost { why }),
         }
+    }
+
+    /// Runs `job` on what is committed now, beside whatever is being written.
+    ///
+    /// # Errors
+    /// The job's own error; [`Error::NotBelieved`] as in [`Db::call`].
+    pub fn read<R>(&self, job: impl FnOnce(&Connection) -> Result<R, Error>) -> Result<R, Error> {
+        self.believed()?;
+        // A job that panics leaves a transaction that is undone with it.
+        let mut reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        let snapshot = reader.transaction().map_err(Error::sql("begin"))?;
+        job(&snapshot).inspect_err(|fault| {
+            self.damage(fault);
+        })
+    }
+
+    fn believed(&self) -> Result<(), Error> {
+        self.broken.get().map_or(Ok(()), |why| Err(Error::NotBelieved { why: why.clone() }))
+    }
+
+    /// Why the store is not believed any more after this error, if it is not.
+    fn damage(&self, error: &Error) -> Option<String> {
+        let Error::Sql { op, source } = error else { return None };
+        let damaged = matches!(
+            source.sqlite_error_code(),
+            Some(ErrorCode::SystemIoFailure | ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase)
+        );
+        damaged.then(|| self.broken.get_or_init(|| format!("{op}: {source}")).clone())
     }
 
     fn lock(&self) -> MutexGuard<'_, Writer> {
@@ -177,9 +211,7 @@ impl Db {
                 if error.sqlite_error_code() == Some(ErrorCode::DiskFull) {
                     Fate::RolledBack(error.to_string())
                 } else {
-                    let why = format!("commit: {error}");
-                    writer.broken = Some(why.clone());
-                    Fate::Lost(why)
+                    Fate::Lost(self.broken.get_or_init(|| format!("commit: {error}")).clone())
                 }
             }
         };
@@ -205,9 +237,6 @@ impl Db {
 
 /// Joins the open transaction or begins one. Fails only where none is open.
 fn join(writer: &mut Writer, durability: Durability) -> Result<Arc<Batch>, Error> {
-    if let Some(why) = &writer.broken {
-        return Err(Error::NotBelieved { why: why.clone() });
-    }
     writer.jobs += 1;
     if let Some(batch) = &writer.open {
         return Ok(Arc::clone(batch));
@@ -239,265 +268,5 @@ fn in_savepoint<R>(
     Ok(answer)
 }
 
-/// Why the store is not believed after this outcome of a job, if it is not.
-fn damage<R>(outcome: &std::thread::Result<Result<R, Error>>) -> Option<String> {
-    let Ok(Err(Error::Sql { op, source })) = outcome else { return None };
-    let damaged = matches!(
-        source.sqlite_error_code(),
-        Some(ErrorCode::SystemIoFailure | ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase)
-    );
-    damaged.then(|| format!("{op}: {source}"))
-}
-
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::MetadataExt as _;
-    use std::sync::Barrier;
-    use std::time::{Duration, Instant};
-
-    use super::*;
-
-    fn fresh() -> (tempfile::TempDir, Db) {
-        let dir = tempfile::tempdir().unwrap();
-        let db = Db::open(&dir.path().join("db")).unwrap();
-        (dir, db)
-    }
-
-    fn put(conn: &Connection, key: &str) -> Result<(), Error> {
-        conn.execute("INSERT INTO meta (key, value) VALUES (?, '')", [key])
-            .map(drop)
-            .map_err(Error::sql("put"))
-    }
-
-    #[test]
-    fn the_log_has_its_room_from_the_start_and_loses_nothing_in_a_crash() {
-        let (dir, db) = fresh();
-        let log = |dir: &Path| std::fs::metadata(dir.join("db-wal")).unwrap();
-        db.call(Durability::Full, |conn| put(conn, "before")).unwrap();
-        db.hold_room().unwrap();
-        let (bytes, blocks) = (log(dir.path()).len(), log(dir.path()).blocks());
-        assert!(bytes == LOG && blocks * 512 >= LOG, "{bytes} bytes, {blocks} blocks");
-        for i in 0..500 {
-            db.call(Durability::Full, |conn| put(conn, &format!("k{i:03}"))).unwrap();
-        }
-        db.hold_room().unwrap();
-        assert_eq!((log(dir.path()).len(), log(dir.path()).blocks()), (bytes, blocks));
-        // As a crash leaves it.
-        let after = tempfile::tempdir().unwrap();
-        for name in ["db", "db-wal"] {
-            std::fs::copy(dir.path().join(name), after.path().join(name)).unwrap();
-        }
-        let again = Db::open(&after.path().join("db")).unwrap();
-        assert_eq!(keys(&again).len(), 501);
-        again.hold_room().unwrap();
-        assert_eq!(log(after.path()).len(), LOG);
-    }
-
-    fn keys(db: &Db) -> Vec<String> {
-        db.call(Durability::Lazy, |conn| {
-            let mut all = conn.prepare("SELECT key FROM meta ORDER BY key").unwrap();
-            Ok(all.query_map([], |r| r.get(0)).unwrap().map(Result::unwrap).collect())
-        })
-        .unwrap()
-    }
-
-    /// Lets `others` callers come while a first one holds its batch open for them.
-    struct Gathering<'a> {
-        db: &'a Db,
-        others: usize,
-        begun: Barrier,
-    }
-
-    impl<'a> Gathering<'a> {
-        fn of(db: &'a Db, others: usize) -> Self {
-            Self { db, others, begun: Barrier::new(others + 1) }
-        }
-
-        /// In the first one's job: waits until all others stand behind it.
-        fn hold(&self) {
-            self.begun.wait();
-            let deadline = Instant::now() + Duration::from_secs(20);
-            while self.db.waiting.load(Ordering::SeqCst) < self.others {
-                assert!(Instant::now() < deadline, "the others did not come");
-                std::thread::yield_now();
-            }
-        }
-
-        /// In each other one, ahead of its call.
-        fn come(&self) {
-            self.begun.wait();
-        }
-    }
-
-    #[test]
-    fn jobs_that_come_together_share_one_commit_and_get_their_own_answers() {
-        let (_dir, db) = fresh();
-        let all = Gathering::of(&db, 8);
-        let answers: Vec<Result<usize, Error>> = std::thread::scope(|scope| {
-            let first = scope.spawn(|| {
-                db.call(Durability::Full, |conn| {
-                    all.hold();
-                    put(conn, "first").map(|()| 100)
-                })
-            });
-            let rest = (0..8_usize).map(|n| {
-                let (db, all) = (&db, &all);
-                scope.spawn(move || {
-                    all.come();
-                    db.call(Durability::Full, |conn| {
-                        put(conn, &format!("k{n}"))?;
-                        // One of them fails after it wrote.
-                        if n == 3 { put(conn, "k3") } else { Ok(()) }?;
-                        Ok(n)
-                    })
-                })
-            });
-            let rest: Vec<_> = rest.collect();
-            std::iter::once(first).chain(rest).map(|t| t.join().unwrap()).collect()
-        });
-        assert_eq!(answers[0].as_ref().unwrap(), &100);
-        for n in 0..8 {
-            match &answers[n + 1] {
-                Ok(answer) => assert_eq!((*answer, n == 3), (n, false)),
-                Err(error) => assert!(n == 3 && matches!(error, Error::Sql { .. }), "{n}: {error}"),
-            }
-        }
-        assert_eq!(keys(&db), ["first", "k0", "k1", "k2", "k4", "k5", "k6", "k7"]);
-        assert_eq!(db.commits(), 1);
-    }
-
-    #[test]
-    fn a_panic_of_one_job_leaves_the_others() {
-        let (_dir, db) = fresh();
-        let both = Gathering::of(&db, 1);
-        std::thread::scope(|scope| {
-            let first = scope.spawn(|| {
-                db.call(Durability::Full, |conn| {
-                    both.hold();
-                    put(conn, "first")
-                })
-            });
-            let dies = scope.spawn(|| {
-                both.come();
-                db.call(Durability::Full, |conn| -> Result<(), Error> {
-                    put(conn, "dies")?;
-                    panic!("as the test wants")
-                })
-            });
-            first.join().unwrap().unwrap();
-            assert!(dies.join().is_err());
-        });
-        assert_eq!(keys(&db), ["first"]);
-    }
-
-    #[test]
-    fn lazy_and_full_jobs_run_under_their_own_level() {
-        let (_dir, db) = fresh();
-        let level = |durability| {
-            db.call(durability, |conn| {
-                conn.query_row("PRAGMA synchronous", [], |r| r.get::<_, i64>(0))
-                    .map_err(Error::sql("read"))
-            })
-            .unwrap()
-        };
-        assert_eq!([level(Durability::Full), level(Durability::Lazy)], [2, 1]);
-        assert_eq!([level(Durability::Full), level(Durability::Full)], [2, 2]);
-        // A full job never rides on a lazy commit; a lazy one may ride on a full commit.
-        for (first, second, commits) in
-            [(Durability::Lazy, Durability::Full, 2), (Durability::Full, Durability::Lazy, 1)]
-        {
-            let before = db.commits();
-            let name = format!("{first:?}");
-            let both = Gathering::of(&db, 1);
-            std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    db.call(first, |conn| {
-                        both.hold();
-                        put(conn, &name)
-                    })
-                    .unwrap();
-                });
-                scope.spawn(|| {
-                    both.come();
-                    db.call(second, |conn| put(conn, &format!("{name} then {second:?}"))).unwrap();
-                });
-            });
-            assert_eq!(db.commits() - before, commits, "{first:?} then {second:?}");
-        }
-        let before = db.commits();
-        assert_eq!(keys(&db).len(), 4);
-        assert_eq!(db.commits(), before, "a read is no commit");
-    }
-
-    #[test]
-    fn after_a_failed_commit_nothing_is_believed_until_it_is_opened_again() {
-        let (dir, db) = fresh();
-        db.call(Durability::Full, |conn| {
-            conn.execute_batch(
-                "CREATE TABLE child (
-                     parent TEXT REFERENCES meta (key) DEFERRABLE INITIALLY DEFERRED
-                 ) STRICT",
-            )
-            .map_err(Error::sql("table"))
-        })
-        .unwrap();
-        // A violation that only COMMIT notices; to the code above it, an fsync error is the same.
-        let both = Gathering::of(&db, 1);
-        let (good, bad) = std::thread::scope(|scope| {
-            let good = scope.spawn(|| {
-                db.call(Durability::Full, |conn| {
-                    both.hold();
-                    put(conn, "good")
-                })
-            });
-            let bad = scope.spawn(|| {
-                both.come();
-                db.call(Durability::Full, |conn| {
-                    conn.execute("INSERT INTO child VALUES ('nobody')", [])
-                        .map_err(Error::sql("child"))
-                })
-            });
-            (good.join().unwrap(), bad.join().unwrap())
-        });
-        assert!(matches!(good, Err(Error::CommitLost { .. })), "{good:?}");
-        assert!(matches!(bad, Err(Error::CommitLost { .. })), "{bad:?}");
-        for durability in [Durability::Full, Durability::Lazy] {
-            let later = db.call(durability, |conn| put(conn, "later"));
-            assert!(matches!(later, Err(Error::NotBelieved { .. })), "{later:?}");
-        }
-        drop(db);
-        let db = Db::open(&dir.path().join("db")).unwrap();
-        db.call(Durability::Full, |conn| put(conn, "again")).unwrap();
-        assert_eq!(keys(&db), ["again"]);
-    }
-
-    #[test]
-    fn a_full_disk_is_refused_and_gets_over() {
-        let (_dir, db) = fresh();
-        let pages = |n: i64| {
-            db.call(Durability::Lazy, |conn| {
-                conn.query_row(&format!("PRAGMA max_page_count = {n}"), [], |_| Ok(()))
-                    .map_err(Error::sql("pages"))
-            })
-            .unwrap();
-        };
-        pages(1);
-        let error = db.call(Durability::Full, |conn| put(conn, &"x".repeat(1_000_000)));
-        assert!(matches!(error, Err(Error::Sql { .. } | Error::RolledBack { .. })), "{error:?}");
-        pages(1_000_000);
-        db.call(Durability::Full, |conn| put(conn, "fits")).unwrap();
-        assert_eq!(keys(&db), ["fits"]);
-    }
-
-    #[test]
-    fn a_newer_schema_is_left_alone() {
-        let (dir, db) = fresh();
-        db.call(Durability::Full, |conn| {
-            conn.pragma_update(None, "user_version", 99).map_err(Error::sql("version"))
-        })
-        .unwrap();
-        drop(db);
-        let error = Db::open(&dir.path().join("db")).err().unwrap();
-        assert!(matches!(error, Error::Schema { found: 99, known: 3, .. }), "{error}");
-    }
-}
+mod tests;

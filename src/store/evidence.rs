@@ -293,7 +293,7 @@ impl Store {
     /// The database does not answer, or an entry cannot be read.
     pub fn evidence_since(&self, seq: u64, limit: usize) -> Result<Vec<Entry>, Error> {
         let sql = "SELECT seq, body, hash FROM evidence WHERE seq > ? ORDER BY seq LIMIT ?";
-        self.transact(Durability::Lazy, |tx| tx.entries(sql, &seq.cast_signed(), limit))
+        self.read(|tx| tx.entries(sql, &seq.cast_signed(), limit))
     }
 
     /// All entries of a session, oldest first.
@@ -302,7 +302,7 @@ impl Store {
     /// The database does not answer, or an entry cannot be read.
     pub fn evidence_of(&self, session: SessionId) -> Result<Vec<Entry>, Error> {
         let sql = "SELECT seq, body, hash FROM evidence WHERE session = ? ORDER BY seq LIMIT ?";
-        self.transact(Durability::Lazy, |tx| tx.entries(sql, &session.to_string(), usize::MAX))
+        self.read(|tx| tx.entries(sql, &session.to_string(), usize::MAX))
     }
 
     /// The number of the last committed entry, as it grows.
@@ -325,7 +325,7 @@ impl Store {
         if state.covered >= want {
             return Ok(());
         }
-        let head = self.once(Durability::Lazy, |tx| tx.evidence_head())?;
+        let head = self.read(|tx| tx.evidence_head())?;
         // An anchor must not outlive the entry it names, or a power loss would look like a cut.
         if head.0 > self.durable.load(Ordering::SeqCst) {
             let text = head.0.to_string();
@@ -349,7 +349,7 @@ impl Store {
             Err(error) => return Ok(Some(format!("the newest anchor in {path}: {error}"))),
         };
         let Anchor { seq, hash, time } = anchor;
-        let there = self.once(Durability::Lazy, |tx| {
+        let there = self.read(|tx| {
             tx.conn
                 .prepare_cached("SELECT hash FROM evidence WHERE seq = ?")
                 .and_then(|mut s| s.query_row([seq.cast_signed()], |r| r.get(0)).optional())
@@ -400,7 +400,7 @@ impl Store {
     }
 
     fn page(&self, after: u64) -> Result<Vec<Stored>, Error> {
-        self.transact(Durability::Lazy, |tx| {
+        self.read(|tx| {
             let mut statement = tx
                 .conn
                 .prepare_cached(

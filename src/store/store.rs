@@ -111,8 +111,7 @@ impl Store {
             _lock: lock,
         };
         store.host = store.reserve.making_room(|| store.identify(paths))?;
-        let head =
-            store.reserve.making_room(|| store.once(Durability::Lazy, |tx| tx.evidence_head()))?;
+        let head = store.read(|tx| tx.evidence_head())?;
         store.head.send_replace(head.0);
         store.hold_room();
         Ok(store)
@@ -186,6 +185,17 @@ impl Store {
         Ok(answer)
     }
 
+    /// Runs `job`, which changes nothing, on what is committed; see [`Db::read`].
+    ///
+    /// # Errors
+    /// The job's, or the database's.
+    pub fn read<R>(&self, job: impl FnOnce(&Tx<'_>) -> Result<R, Error>) -> Result<R, Error> {
+        self.db.read(|conn| {
+            let (now, key) = ((self.clock)(), &self.keys.record);
+            job(&Tx { conn, now, key, appended: Cell::new(0) })
+        })
+    }
+
     /// Writes session records and evidence as one unit.
     ///
     /// # Errors
@@ -199,7 +209,7 @@ impl Store {
     /// # Errors
     /// The database does not answer.
     pub fn sessions(&self) -> Result<Vec<Result<Session, Unreadable>>, Error> {
-        self.transact(Durability::Lazy, |tx| tx.sessions())
+        self.read(|tx| tx.sessions())
     }
 
     /// Takes room for what must not fail on a full disk, as far as there is plenty.

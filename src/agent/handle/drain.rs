@@ -63,6 +63,13 @@ impl Agent {
                 (_, _) => drained.left.push(self.session_view(slot)),
             }
         }
+        if drained.left.is_empty() {
+            self.blocking(|host| {
+                host.gate_lower();
+                Ok(())
+            })
+            .await?;
+        }
         Ok(drained)
     }
 }

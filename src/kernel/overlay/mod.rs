@@ -62,8 +62,15 @@ impl Mounted {
 /// it in place and reads back that all its layers are in it; if not, it is taken away again.
 /// (The kernel describes only mounts that are in a namespace.)
 pub fn mount(spec: &Spec) -> Result<Mounted> {
+    mount_with(spec, |_| {})
+}
+
+/// [`mount`]; `before` is given the overlay's root while no path leads to it. (On kernels that take
+/// layers only by mount(2) one did, to the agent's own directory, until now.)
+pub fn mount_with(spec: &Spec, before: impl FnOnce(&OwnedFd)) -> Result<Mounted> {
     failpoint::hit("kernel.mount.before");
     let root = build::detached(spec)?;
+    before(&root);
     attach(&root, &spec.target)?;
     failpoint::hit("kernel.mount.after");
     let mounted = Mounted::new(root, &spec.target)?;

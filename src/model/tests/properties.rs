@@ -19,7 +19,7 @@ use super::super::time::BootNs;
 use super::super::workspace::Refusal;
 use super::{boot, key, layer, proof, session};
 
-const FACTS: [Fact; 6] = Fact::ALL;
+const FACTS: [Fact; 7] = Fact::ALL;
 
 const ON_BUSY: [OnBusy; 3] = [OnBusy::Hold, OnBusy::Seal, OnBusy::Kill];
 
@@ -74,6 +74,8 @@ fn events() -> impl Strategy<Value = Event> {
             now: BootNs(1),
         }),
         (losses(), any::<bool>()).prop_map(|(loss, revoke)| Event::LeaseLost { loss, revoke }),
+        Just(Event::Gated { proof: p() }),
+        Just(Event::GateLost { seen: "ok".into() }),
         Just(Event::Frozen { proof: p() }),
         Just(Event::FreezeLate { blockers: Vec::new() }),
         Just(Event::ForeignThaw { seen: "0".into() }),
@@ -183,7 +185,8 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
         let rebooted = matches!(s.event, Event::Recovered(found) if found.boot != s.before.boot);
         prop_assert!(old.is_none() || rebooted, "{fact} was proved again by {:?}", s.event);
         let proved = match (s.event, fact) {
-            (Event::Frozen { proof }, Fact::Frozen)
+            (Event::Gated { proof }, Fact::Gated)
+            | (Event::Frozen { proof }, Fact::Frozen)
             | (Event::ReadOnly { proof, .. }, Fact::ReadOnly)
             | (Event::Sealed { proof }, Fact::Sealed)
             | (Event::UpperFrozen { proof }, Fact::UpperFrozen)
@@ -201,6 +204,7 @@ fn invariant_contradicted_facts_go(s: &Seen<'_>) -> Held {
     let fact = match s.event {
         Event::ForeignThaw { .. } | Event::Thawed { .. } | Event::MovedOut { .. } => Fact::Frozen,
         Event::ReadOnlyLost { .. } | Event::Writable { .. } | Event::Busy { .. } => Fact::ReadOnly,
+        Event::GateLost { .. } => Fact::Gated,
         Event::SealLost { .. } | Event::Unsealed { .. } => Fact::Sealed,
         Event::UpperFreezeLost { .. } | Event::UpperThawed { .. } => Fact::UpperFrozen,
         _ => return Ok(()),

@@ -254,6 +254,10 @@ fn a_sealed_session_is_removed_as_any_other() {
 fn a_seal_stands_beside_the_other_facts() {
     use Fact::{Frozen, Gone, Killed, ReadOnly, Sealed};
     for (has, wanted, covers) in [
+        (Fact::Gated, Fact::Gated, true),
+        (Fact::Gated, Fact::Frozen, false),
+        (Fact::Killed, Fact::Gated, false),
+        (Fact::Gone, Fact::Gated, true),
         (Sealed, Sealed, true),
         (Sealed, Frozen, true),
         (Sealed, ReadOnly, false),

@@ -159,6 +159,9 @@ pub struct SessionView {
     pub may_resume: bool,
     /// Proved facts, with what was asked and answered.
     pub facts: Vec<FactView>,
+    /// Whether the kernel compares each of its writes with the lease; not told by older agents.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gate: Option<GateView>,
     /// The strongest fact that policy still wants and that is missing.
     pub missing: Option<String>,
     /// How far a seal, or its end, is: while one is under way.
@@ -203,6 +206,21 @@ pub struct SessionView {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub seeded: Option<Seeded>,
+}
+
+/// The lease gate, as one session has it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct GateView {
+    /// `complete`, `partial` or `absent`.
+    pub state: String,
+    /// Of a partial one: the ways to change a file that are not checked.
+    pub missing: Vec<String>,
+    /// Why it is absent.
+    pub why: Option<String>,
+    /// A writable shared mapping was made, or may have been: stores into it pass the gate.
+    pub shared_mappings: bool,
+    /// Calls that were refused, by the way in which they would have changed a file.
+    pub refused: BTreeMap<String, u64>,
 }
 
 /// A seal, or its end, under way.

@@ -1,0 +1,218 @@
+//! The lease gate of this host, and each session's entry in it. Where the host has no gate everything
+//! goes on without: no session is refused for it, and `session inspect` says why it is absent.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::effects::text;
+use super::host::Host;
+use super::slot::{Inner, Slot};
+use crate::kernel::gate::{Entry, Gate};
+use crate::model::facts::Fact;
+use crate::model::session::{Loss, State};
+use crate::model::step::Event;
+use crate::model::time::BootNs;
+use crate::model::view::GateView;
+
+/// The gate, or why there is none.
+pub(super) struct HostGate(Mutex<Result<Arc<Gate>, String>>);
+
+impl HostGate {
+    /// Adopts what stands, or puts it up.
+    pub(super) fn raise() -> Self {
+        let gate = Gate::raise().map(Arc::new).map_err(text);
+        match &gate {
+            Ok(gate) if gate.missing().is_empty() => tracing::info!("the lease gate is complete"),
+            Ok(gate) => tracing::warn!("the lease gate misses {}", gate.missing().join(", ")),
+            Err(why) => tracing::info!("{why}"),
+        }
+        Self(Mutex::new(gate))
+    }
+
+    fn get(&self) -> Result<Arc<Gate>, String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Puts it up again, once somebody took it away.
+    fn again(&self) -> Result<Arc<Gate>, String> {
+        let gate = Gate::raise().map(Arc::new).map_err(text);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&gate);
+        gate
+    }
+}
+
+impl Host {
+    /// Enters a new overlay, before a path leads to it. It is shut until its deadline is set.
+    pub(super) fn gate_enter(&self, slot: &Slot, root: &OwnedFd) {
+        let Ok(gate) = self.gate.get() else { return };
+        let generation = slot.lock().session.generation;
+        let entered = gate.enter(root, slot.id, generation).or_else(|first| {
+            tracing::warn!(OVERFENCE_SESSION = %slot.id, "{}; putting it up again", text(first));
+            let gate =
+                self.gate.again().map_err(|reason| crate::kernel::Error::NoGate { reason })?;
+            gate.enter(root, slot.id, generation)
+        });
+        match entered {
+            Ok(entry) => {
+                let mut inner = slot.lock();
+                inner.gate = Some(entry);
+                self.gate_follow(&inner, inner.deadline().0);
+            }
+            Err(fault) => {
+                tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{}", text(fault));
+            }
+        }
+    }
+
+    /// Finds the entry of an overlay that is mounted already. One that has none is entered now: what
+    /// was mapped before that is not known.
+    pub(super) fn gate_adopt(&self, slot: &Slot, root: &OwnedFd) {
+        let Ok(gate) = self.gate.get() else { return };
+        let mut inner = slot.lock();
+        let (id, generation) = (slot.id, inner.session.generation);
+        let found = gate.find(root, id).and_then(|found| match found {
+            Some(entry) => Ok(entry),
+            None => gate.enter(root, id, generation).inspect(Entry::assume_shared),
+        });
+        match found {
+            Ok(entry) => inner.gate = Some(entry),
+            Err(fault) => {
+                tracing::error!(OVERFENCE_SESSION = %id, OVERFENCE_WORKSPACE = %slot.workspace, "{}", text(fault));
+            }
+        }
+        match inner.session.holds_lease() {
+            true => self.gate_follow(&inner, inner.deadline().0),
+            false => self.gate_shut(&inner),
+        }
+    }
+
+    /// The deadline that the kernel compares with follows the lease's.
+    pub(super) fn gate_follow(&self, inner: &Inner, deadline: BootNs) {
+        if let Some(entry) = inner.gate.as_ref().filter(|_| inner.session.holds_lease()) {
+            entry.open(inner.session.generation, deadline);
+        }
+    }
+
+    /// Refuses a lost session's writes from now on.
+    pub(super) fn gate_shut(&self, inner: &Inner) {
+        let Some(entry) = &inner.gate else { return };
+        entry.shut();
+        if let Some(Loss::Superseded { generation, .. }) = &inner.session.loss {
+            entry.supersede(*generation);
+        }
+    }
+
+    /// Removes the entry of a session whose superblock is dead.
+    pub(super) fn gate_leave(&self, slot: &Slot) -> Result<(), String> {
+        let Ok(gate) = self.gate.get() else { return Ok(()) };
+        let held = slot.lock().gate.take();
+        match held.or_else(|| gate.find_by_id(slot.id)) {
+            Some(entry) => gate.leave(&entry).map_err(text),
+            None => Ok(()),
+        }
+    }
+
+    /// Somebody may have taken it away: it is put up again, and each overlay looked for in it anew.
+    pub(super) fn gate_look(&self) {
+        let stands = self.gate.get().map_or(true, |gate| gate.stands());
+        if stands || self.draining() {
+            return;
+        }
+        match self.gate.again() {
+            Ok(_) => tracing::error!("the lease gate was taken away by somebody; it is up again"),
+            Err(why) => tracing::error!("the lease gate was taken away by somebody: {why}"),
+        }
+        for slot in self.slots() {
+            let mounted = {
+                let mut inner = slot.lock();
+                inner.gate = None;
+                inner.mounted.clone()
+            };
+            if let Some(mounted) = mounted {
+                self.gate_adopt(&slot, &mounted.root);
+            }
+        }
+    }
+
+    /// Takes the gate away, if no session of anybody needs it.
+    pub(super) fn gate_lower(&self) {
+        let Ok(gate) = self.gate.get() else { return };
+        match gate.lower() {
+            Ok(true) => tracing::info!("the lease gate is taken away"),
+            Ok(false) => tracing::info!("the lease gate stays: a session needs it"),
+            Err(fault) => tracing::error!("{}", text(fault)),
+        }
+    }
+
+    /// What is shown of it.
+    pub(super) fn gate_view(&self, inner: &Inner) -> GateView {
+        let absent = |why| GateView { state: "absent".to_owned(), why, ..GateView::default() };
+        match (self.gate.get(), &inner.gate) {
+            (Err(why), _) => absent(Some(why)),
+            (Ok(_), None) => absent(Some("it has no overlay in the gate".to_owned())),
+            (Ok(gate), Some(entry)) => {
+                let missing = gate.missing();
+                let refused = entry.refused().into_iter().filter(|(_, n)| *n > 0);
+                GateView {
+                    state: if missing.is_empty() { "complete" } else { "partial" }.to_owned(),
+                    missing: missing.into_iter().map(str::to_owned).collect(),
+                    why: None,
+                    shared_mappings: entry.shared(),
+                    refused: refused.map(|(row, n)| (row.to_owned(), n)).collect(),
+                }
+            }
+        }
+    }
+
+    /// Whether nothing of a session whose lease is lost can write any more, but for calls that began
+    /// before: the gate is complete, refused a probe, and no mapping passes it.
+    pub(super) fn gate_stops(&self, inner: &Inner) -> bool {
+        let whole = self.gate.get().is_ok_and(|gate| gate.missing().is_empty());
+        let mapped = inner.gate.as_ref().is_none_or(Entry::shared);
+        whole && !mapped && inner.session.facts.has(Fact::Gated)
+    }
+}
+
+/// Asks for the proof that a lost session's writes are refused.
+pub(super) fn proved(inner: &Inner) -> Option<Event> {
+    let (entry, mounted) = (inner.gate.as_ref()?, inner.mounted.as_ref()?);
+    if !stopped(inner.session.state) || inner.session.facts.has(Fact::Gated) {
+        return None;
+    }
+    match entry.prove(&mounted.root) {
+        Ok(proof) => proof.map(|proof| Event::Gated { proof }),
+        Err(fault) => {
+            tracing::warn!(OVERFENCE_SESSION = %inner.session.id, "{}", text(fault));
+            None
+        }
+    }
+}
+
+const fn stopped(state: State) -> bool {
+    matches!(state, State::Fencing | State::Fenced | State::Preserved)
+}
+
+/// Somebody may have taken the gate away. A read-only superblock refuses the probe by itself; what it
+/// answers says nothing of the gate then.
+pub(super) fn check(host: &Arc<Host>, slot: &Arc<Slot>) {
+    let inner = slot.lock();
+    if !stopped(inner.session.state) || inner.session.facts.has(Fact::ReadOnly) {
+        return;
+    }
+    let had = inner.session.facts.has(Fact::Gated);
+    let lost = |seen: String| had.then_some(Event::GateLost { seen });
+    let event = match (&inner.gate, &inner.mounted) {
+        (Some(entry), Some(mounted)) if had => match entry.prove(&mounted.root) {
+            Ok(Some(_)) => None,
+            Ok(None) => lost("the write probe was not refused by the gate".to_owned()),
+            Err(fault) => lost(text(fault)),
+        },
+        (Some(_), Some(_)) => proved(&inner),
+        (None, Some(_)) => lost("the gate is not there any more".to_owned()),
+        (_, None) => None,
+    };
+    drop(inner);
+    if let Some(event) = event {
+        host.apply(slot, event, "foreign");
+    }
+}

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: MIT OR GPL-2.0-only
+//
+// The lease gate: each call that would change a file of a session's overlay is compared, as it
+// starts, with that session's generation and deadline, and refused with EROFS if they do not hold.
+// Nothing here decides anything else: overlays that are not entered, and all other file systems, are
+// none of its business.
+//
+// `layout.rs` says the same of `struct entry`; whoever changes one of them raises LAYOUT there.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define SEC(name) __attribute__((section(name), used))
+#define INLINE static inline __attribute__((always_inline))
+
+// What is read of the kernel's own types. Where the fields lie in the running kernel is looked up in
+// its BTF when the programs are loaded (CO-RE).
+#pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
+struct dentry;
+struct super_block {
+    u32 s_dev;
+    unsigned long s_magic;
+    struct dentry *s_root;
+};
+struct inode {
+    u16 i_mode;
+    struct super_block *i_sb;
+    unsigned long i_ino;
+};
+struct dentry {
+    struct inode *d_inode;
+    struct super_block *d_sb;
+};
+struct file {
+    u32 f_mode;
+    struct inode *f_inode;
+};
+#pragma clang attribute pop
+
+static void *(*bpf_map_lookup_elem)(void *map, const void *key) = (void *)1;
+static u64 (*bpf_ktime_get_boot_ns)(void) = (void *)125;
+
+enum {
+    OVERLAY = 0x794c7630,
+    EROFS = 30,
+    EACCES = 13,
+    S_IFMT = 0170000,
+    S_IFREG = 0100000,
+    S_IFDIR = 0040000,
+    S_IFLNK = 0120000,
+    MAY_WRITE = 2,
+    FMODE_WRITE = 2,
+    MAP_TYPE = 0x0f,
+    MAP_SHARED = 1,
+    MAP_SHARED_VALIDATE = 3,
+    FS_IOC_SETFLAGS = 0x40086602,
+    FS_IOC32_SETFLAGS = 0x40046602,
+    FS_IOC_FSSETXATTR = 0x401c5820,
+};
+
+// What was refused; the index of its counter.
+enum op { WRITE, OPEN, NAMES, ATTRIBUTES, XATTR, ACL, FLAGS, MAPPING, OPS };
+
+// An entry's wishes.
+enum { DENY_SHARED = 1 };
+
+struct entry {
+    u64 deadline;    // nanoseconds on CLOCK_BOOTTIME; refused from then on
+    u64 generation;  // of the session's lease
+    u64 newest;      // the newest generation known; above `generation` it is superseded
+    u64 root_ino;    // of the overlay's root: a device number alone is used again
+    u32 dev;         // as the kernel counts it; 0 in a free entry
+    u32 wishes;
+    u32 shared;      // a writable shared mapping was made: it stays 1
+    u32 reserved;
+    unsigned char session[16];
+    u64 refused[OPS];
+};
+
+#define ENTRIES 16384
+
+// Where the entry of an overlay's device is.
+struct {
+    int (*type)[1]; // hash
+    int (*max_entries)[ENTRIES];
+    u32 *key;
+    u32 *value;
+} devices SEC(".maps");
+
+// The entries. The agent writes into them in place, by mmap: a deadline that moves is one store.
+// The first is the header.
+struct {
+    int (*type)[2];        // array
+    int (*map_flags)[1024]; // BPF_F_MMAPABLE
+    int (*max_entries)[ENTRIES];
+    u32 *key;
+    struct entry *value;
+} entries SEC(".maps");
+
+INLINE struct entry *entry_of(struct super_block *sb)
+{
+    if (sb->s_magic != OVERLAY)
+        return 0;
+    u32 dev = sb->s_dev;
+    u32 *found = bpf_map_lookup_elem(&devices, &dev);
+    if (!found)
+        return 0;
+    u32 at = *found;
+    struct entry *entry = bpf_map_lookup_elem(&entries, &at);
+    if (!entry || entry->root_ino != sb->s_root->d_inode->i_ino)
+        return 0;
+    return entry;
+}
+
+INLINE int over(struct entry *entry)
+{
+    u64 deadline = *(volatile u64 *)&entry->deadline;
+    u64 newest = *(volatile u64 *)&entry->newest;
+    return newest > *(volatile u64 *)&entry->generation || bpf_ktime_get_boot_ns() >= deadline;
+}
+
+INLINE int refuse(struct entry *entry, enum op op)
+{
+    __sync_fetch_and_add(&entry->refused[op], 1);
+    return -EROFS;
+}
+
+INLINE int check(struct super_block *sb, enum op op)
+{
+    struct entry *entry = entry_of(sb);
+    if (!entry || !over(entry))
+        return 0;
+    return refuse(entry, op);
+}
+
+// As a read-only file system does: what goes through a fifo, a socket or a device changes no file.
+INLINE int is_file(struct inode *inode)
+{
+    u16 type = inode->i_mode & S_IFMT;
+    return type == S_IFREG || type == S_IFDIR || type == S_IFLNK;
+}
+
+#define HOOK(name, hook)             \
+    SEC("lsm/" #hook) int name(u64 *args)
+
+// write, pwritev2, O_DIRECT, aio, io_uring, sendfile, splice, copy_file_range, remap, fallocate
+HOOK(file_permission, file_permission)
+{
+    struct inode *inode = ((struct file *)args[0])->f_inode;
+    if (!((int)args[1] & MAY_WRITE) || !is_file(inode))
+        return 0;
+    return check(inode->i_sb, WRITE);
+}
+
+HOOK(file_open, file_open)
+{
+    struct file *file = (void *)args[0];
+    if (!(file->f_mode & FMODE_WRITE) || !is_file(file->f_inode))
+        return 0;
+    return check(file->f_inode->i_sb, OPEN);
+}
+
+// open for writing, O_TRUNC, truncate; and, on the directory, everything that makes, moves or
+// removes a name in it
+HOOK(inode_permission, inode_permission)
+{
+    struct inode *inode = (void *)args[0];
+    if (!((int)args[1] & MAY_WRITE) || !is_file(inode))
+        return 0;
+    return check(inode->i_sb, NAMES);
+}
+
+// chmod, chown, utimes, truncate, ftruncate
+HOOK(inode_setattr_1, inode_setattr)
+{
+    return check(((struct dentry *)args[0])->d_sb, ATTRIBUTES);
+}
+
+HOOK(inode_setattr_2, inode_setattr)
+{
+    return check(((struct dentry *)args[1])->d_sb, ATTRIBUTES);
+}
+
+HOOK(inode_setxattr, inode_setxattr)
+{
+    return check(((struct dentry *)args[1])->d_sb, XATTR);
+}
+
+HOOK(inode_removexattr, inode_removexattr)
+{
+    return check(((struct dentry *)args[1])->d_sb, XATTR);
+}
+
+HOOK(inode_set_acl, inode_set_acl)
+{
+    return check(((struct dentry *)args[1])->d_sb, ACL);
+}
+
+HOOK(inode_remove_acl, inode_remove_acl)
+{
+    return check(((struct dentry *)args[1])->d_sb, ACL);
+}
+
+INLINE int check_ioctl(u64 *args)
+{
+    u32 cmd = (u32)args[1];
+    if (cmd != FS_IOC_SETFLAGS && cmd != FS_IOC32_SETFLAGS && cmd != FS_IOC_FSSETXATTR)
+        return 0;
+    return check(((struct file *)args[0])->f_inode->i_sb, FLAGS);
+}
+
+HOOK(file_ioctl, file_ioctl)
+{
+    return check_ioctl(args);
+}
+
+HOOK(file_ioctl_compat, file_ioctl_compat)
+{
+    return check_ioctl(args);
+}
+
+HOOK(inode_file_setattr, inode_file_setattr)
+{
+    return check(((struct dentry *)args[0])->d_sb, FLAGS);
+}
+
+// A shared mapping of a file that is open for writing can be made writable later (mprotect), where no
+// hook sees whose it is: it counts as writable.
+HOOK(mmap_file, mmap_file)
+{
+    struct file *file = (void *)args[0];
+    u32 type = args[3] & MAP_TYPE;
+    if (!file || (type != MAP_SHARED && type != MAP_SHARED_VALIDATE) || !(file->f_mode & FMODE_WRITE))
+        return 0;
+    struct entry *entry = entry_of(file->f_inode->i_sb);
+    if (!entry)
+        return 0;
+    if (over(entry))
+        return refuse(entry, MAPPING);
+    if (entry->wishes & DENY_SHARED) {
+        refuse(entry, MAPPING);
+        return -EACCES;
+    }
+    // Noted before it is decided: who reads the note after the deadline misses none.
+    *(volatile u32 *)&entry->shared = 1;
+    return over(entry) ? refuse(entry, MAPPING) : 0;
+}
+
+// GPL-compatible, as the kernel demands of every LSM program; no helper here is for GPL alone.
+char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -1,0 +1,283 @@
+//! The lease gate: BPF LSM programs that compare each call which would change a file of a session's
+//! overlay, as it starts, with that session's generation and deadline. When the deadline passes nobody
+//! has to do anything, and nobody has to be alive.
+//!
+//! ```text
+//! /sys/fs/bpf/overfence/
+//! └── layout-1/              the version of what follows
+//!     ├── devices            hash: device of an overlay -> number of its entry
+//!     ├── entries            array, mapped by agents: deadline, generation, counters; 0 is the header
+//!     ├── <digest>/          one set of programs: each attachment, and its program
+//!     └── unfinished/        a set that is not attached whole; gone with the next start
+//! ```
+//!
+//! - It outlives the agent and is adopted by the next one, also by one with other programs: those are
+//!   attached beside the old ones on the same maps, and the old ones unpinned after that.
+//! - An entry is shut when it is made, before its overlay can be reached by a path; a refused write
+//!   probe proves that the programs know the overlay by it. Only then it is opened, by a deadline.
+//! - It is removed once the superblock is dead, since its device number is used again.
+//! - All agents of a host share it; a lock on bpffs makes them take turns.
+//!
+//! What it does not stop: a call that began before the deadline; stores into mappings made before
+//! ([`Entry::shared`] says whether there are any); the kernel's own writers, such as a loop device.
+//!
+//! Kernel documents followed: Documentation/bpf/prog_lsm.rst, bpf(2).
+#![allow(unsafe_code)]
+
+mod btf;
+mod hooks;
+mod layout;
+mod pins;
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use aya::maps::{HashMap, MapData, MapError};
+use rustix::fs::{Access, AtFlags};
+use rustix::io::Errno;
+
+use hooks::Row;
+use layout::{Raw, Table};
+use pins::Turn;
+
+use super::walk::{self, Info};
+use super::{At as _, Error, Result, clock};
+use crate::failpoint;
+use crate::model::facts::Proof;
+use crate::model::ids::{Generation, SessionId};
+use crate::model::time::BootNs;
+
+type Devices = HashMap<MapData, u32, u32>;
+
+fn no_gate(reason: String) -> Error {
+    Error::NoGate { reason }
+}
+
+/// The gate of this host, up.
+pub struct Gate {
+    table: Arc<Table>,
+    devices: Mutex<Devices>,
+    missing: Vec<Row>,
+    id: u32,
+}
+
+impl Gate {
+    /// Adopts what is pinned, or attaches it.
+    pub fn raise() -> Result<Self> {
+        let raise = || {
+            pins::ground()?;
+            pins::raise(&Turn::take()?)
+        };
+        let raised = raise().map_err(no_gate)?;
+        let gate = Self {
+            table: Arc::new(raised.table),
+            devices: Mutex::new(raised.devices),
+            missing: raised.missing,
+            id: raised.id,
+        };
+        gate.free_what_leaked()?;
+        Ok(gate)
+    }
+
+    /// The ways to change a file that are not checked whole; none: it is complete.
+    pub fn missing(&self) -> Vec<&'static str> {
+        self.missing.iter().map(|row| row.name()).collect()
+    }
+
+    /// Whether it is still pinned as it was raised: root may have taken it away.
+    pub fn stands(&self) -> bool {
+        pins::stands(&self.table, self.id)
+    }
+
+    /// Enters an overlay, shut, and proves by a refused write probe that the programs know it. `root`
+    /// is its root, best before it is mounted anywhere.
+    pub fn enter(&self, root: &OwnedFd, id: SessionId, generation: Generation) -> Result<Entry> {
+        let info = walk::stat_fd(root).at("stat", "the overlay's root")?;
+        let entry = {
+            let _turn = Turn::take().map_err(no_gate)?;
+            failpoint::hit("gate.enter.before");
+            let free = self.table.entries().find(|(_, raw)| raw.dev.load(Ordering::SeqCst) == 0);
+            let (at, raw) = free
+                .ok_or_else(|| no_gate(format!("all {} entries are used", layout::ENTRIES - 1)))?;
+            let dev = kernel_dev(&info)?;
+            self.table.take(at);
+            raw.shut(generation.0, info.ino, id);
+            raw.dev.store(dev, Ordering::SeqCst);
+            let entered = self.devices().insert(dev, at, 0);
+            if let Err(fault) = entered {
+                raw.dev.store(0, Ordering::SeqCst);
+                return Err(no_gate(format!("cannot enter device {dev}: {fault}")));
+            }
+            failpoint::hit("gate.enter.after");
+            Entry { table: Arc::clone(&self.table), at, dev }
+        };
+        if entry.prove(root)?.is_some() {
+            return Ok(entry);
+        }
+        self.leave(&entry)?;
+        Err(no_gate("the programs let a write pass that they were to refuse".to_owned()))
+    }
+
+    /// The entry that an earlier agent made for the overlay with this root.
+    pub fn find(&self, root: &OwnedFd, id: SessionId) -> Result<Option<Entry>> {
+        let info = walk::stat_fd(root).at("stat", "the overlay's root")?;
+        let dev = kernel_dev(&info)?;
+        let Some(at) = self.entry_of(dev)? else { return Ok(None) };
+        let raw = self.table.at(at);
+        let same = raw.session() == layout::words(id)
+            && raw.root_ino.load(Ordering::SeqCst) == info.ino
+            && raw.dev.load(Ordering::SeqCst) == dev;
+        Ok(same.then(|| Entry { table: Arc::clone(&self.table), at, dev }))
+    }
+
+    /// The entry of a session whose overlay is not at hand any more.
+    pub fn find_by_id(&self, id: SessionId) -> Option<Entry> {
+        let words = layout::words(id);
+        let found = self.table.used().find_map(|(at, raw)| {
+            let dev = raw.dev.load(Ordering::SeqCst);
+            (dev != 0 && raw.session() == words).then_some((at, dev))
+        });
+        found.map(|(at, dev)| Entry { table: Arc::clone(&self.table), at, dev })
+    }
+
+    /// Removes an entry; its superblock is dead, or was never to be reached.
+    pub fn leave(&self, entry: &Entry) -> Result<()> {
+        let _turn = Turn::take().map_err(no_gate)?;
+        failpoint::hit("gate.leave.before");
+        // The number may be another overlay's by now, with an entry of its own.
+        if self.entry_of(entry.dev)? == Some(entry.at) {
+            let removed = self.devices().remove(&entry.dev);
+            removed.map_err(|e| no_gate(format!("cannot remove device {}: {e}", entry.dev)))?;
+        }
+        entry.raw().dev.store(0, Ordering::SeqCst);
+        failpoint::hit("gate.leave.after");
+        Ok(())
+    }
+
+    /// Takes the gate away from the host, unless somebody's session needs it; whether it did.
+    pub fn lower(&self) -> Result<bool> {
+        let turn = Turn::take().map_err(no_gate)?;
+        let used = self.table.used().any(|(_, raw)| raw.dev.load(Ordering::SeqCst) != 0);
+        if used {
+            return Ok(false);
+        }
+        pins::lower(&turn).map_err(no_gate).map(|()| true)
+    }
+
+    fn devices(&self) -> std::sync::MutexGuard<'_, Devices> {
+        self.devices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn entry_of(&self, dev: u32) -> Result<Option<u32>> {
+        match self.devices().get(&dev, 0) {
+            Ok(at) => Ok(Some(at)),
+            Err(MapError::KeyNotFound) => Ok(None),
+            Err(fault) => Err(no_gate(format!("cannot look up device {dev}: {fault}"))),
+        }
+    }
+
+    /// What an agent had taken when it died, and had not entered yet.
+    fn free_what_leaked(&self) -> Result<()> {
+        let _turn = Turn::take().map_err(no_gate)?;
+        for (at, raw) in self.table.used() {
+            let dev = raw.dev.load(Ordering::SeqCst);
+            if dev != 0 && self.entry_of(dev)? != Some(at) {
+                raw.dev.store(0, Ordering::SeqCst);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// As the kernel counts devices inside; a mount without a disk has major 0.
+fn kernel_dev(info: &Info) -> Result<u32> {
+    let (major, minor) = (rustix::fs::major(info.dev), rustix::fs::minor(info.dev));
+    match major {
+        0 if minor != 0 => Ok(minor),
+        _ => Err(no_gate(format!("device {major}:{minor} is no overlay's"))),
+    }
+}
+
+/// One session's entry.
+#[derive(Clone)]
+pub struct Entry {
+    table: Arc<Table>,
+    at: u32,
+    dev: u32,
+}
+
+impl std::fmt::Debug for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Entry({}, device {})", self.at, self.dev)
+    }
+}
+
+impl Entry {
+    fn raw(&self) -> &Raw {
+        self.table.at(self.at)
+    }
+
+    /// Lets writes pass until `deadline`, under the lease of this generation.
+    pub fn open(&self, generation: Generation, deadline: BootNs) {
+        let raw = self.raw();
+        if raw.generation.load(Ordering::SeqCst) != generation.0 {
+            raw.deadline.store(0, Ordering::SeqCst);
+            raw.generation.store(generation.0, Ordering::SeqCst);
+        }
+        raw.deadline.store(deadline.0, Ordering::SeqCst);
+    }
+
+    /// Refuses writes from now on.
+    pub fn shut(&self) {
+        self.raw().deadline.store(0, Ordering::SeqCst);
+    }
+
+    /// Refuses writes of every generation below this one, whatever deadline is set later.
+    pub fn supersede(&self, newest: Generation) {
+        self.raw().newest.fetch_max(newest.0, Ordering::SeqCst);
+    }
+
+    /// Whether a writable shared mapping was made, or may have been: stores into it pass.
+    pub fn shared(&self) -> bool {
+        self.raw().shared.load(Ordering::SeqCst) != 0
+    }
+
+    /// Mappings may have been made before anybody looked.
+    pub fn assume_shared(&self) {
+        self.raw().shared.store(1, Ordering::SeqCst);
+    }
+
+    /// Calls refused, by the way in which they would have changed a file.
+    pub fn refused(&self) -> [(&'static str, u64); 8] {
+        let raw = self.raw();
+        Row::ALL.map(|row| (row.name(), raw.refused[row as usize].load(Ordering::Relaxed)))
+    }
+
+    /// Asks for write access to the overlay's root: the proof is that the gate counted a refusal and
+    /// the answer was EROFS. `None`: it was not refused, or by somebody else.
+    pub fn prove(&self, root: &OwnedFd) -> Result<Option<Proof>> {
+        let begun = clock::now();
+        let counter = &self.raw().refused[Row::Names as usize];
+        let before = counter.load(Ordering::SeqCst);
+        let answer = rustix::fs::accessat(root, ".", Access::WRITE_OK, AtFlags::empty());
+        let counted = counter.load(Ordering::SeqCst).wrapping_sub(before);
+        match answer {
+            Err(Errno::ROFS) if counted > 0 => Ok(Some(Proof {
+                asked: "faccessat W_OK through the overlay; the gate's count of refusals"
+                    .to_owned(),
+                answer: format!("EROFS, +{counted}"),
+                at: clock::now(),
+                took_us: clock::micros_since(begun),
+            })),
+            Ok(()) | Err(Errno::ROFS) => Ok(None),
+            Err(e) => Err(e).at("write-probe", "the overlay's root"),
+        }
+    }
+}
+
+/// Whether the kernel takes the programs, and the rows that they would leave unchecked.
+pub fn ask() -> Result<Vec<&'static str>> {
+    let missing = pins::try_load().map_err(no_gate)?;
+    Ok(missing.into_iter().map(Row::name).collect())
+}

@@ -1,0 +1,330 @@
+//! The lease gate: the kernel compares each write with the lease, whoever is alive.
+#![allow(unsafe_code)]
+
+mod queues;
+mod stamps;
+mod ways;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use overfence::kernel::clock;
+use overfence::kernel::gate::{Entry, Gate};
+use overfence::kernel::overlay::{self, Mounted, Spec};
+use overfence::model::ids::{Generation, SessionId};
+use overfence::model::time::BootNs;
+use rustix::io::Errno;
+
+use crate::agent_process::{Host, has, id_of, path_of};
+use crate::host::{Place, Test, paced, paced_ttl};
+
+pub fn tests() -> Vec<Test> {
+    vec![
+        Test { name: "each_way_to_change_a_file", run: |place| ways::each(&Scene::new(place)) },
+        Test { name: "no_write_begins_after_the_deadline", run: deadlines },
+        Test { name: "a_generation_and_a_death_end_it", run: generations },
+        Test { name: "it_holds_with_agent_and_keeper_dead", run: both_dead },
+        Test { name: "the_next_agent_adopts_it", run: adopted },
+        Test { name: "a_fence_proves_it_and_readmit_opens_it", run: fenced },
+        Test { name: "drain_takes_it_away", run: drained },
+    ]
+}
+
+/// One overlay in the gate, without an agent.
+pub struct Scene {
+    gate: Gate,
+    entry: Option<Entry>,
+    mounted: Mounted,
+    spec: Spec,
+}
+
+const LEASE: Generation = Generation(5);
+
+impl Scene {
+    fn new(place: &Place) -> Self {
+        let make = |name: &str| {
+            let path = place.dir.join(name);
+            std::fs::create_dir_all(&path).unwrap();
+            path
+        };
+        let spec = Spec {
+            lowers: vec![make("lower")],
+            upper: make("s/upper"),
+            work: make("s/work"),
+            target: make("s/merged"),
+            mapped: None,
+        };
+        std::fs::write(spec.lowers[0].join("lower-file"), b"lower").unwrap();
+        let gate = Gate::raise().unwrap();
+        let mut entry = None;
+        let mounted = overlay::mount_with(&spec, |root| {
+            entry = Some(gate.enter(root, SessionId::fresh(), LEASE).unwrap());
+        })
+        .unwrap();
+        Self { gate, entry, mounted, spec }
+    }
+
+    fn entry(&self) -> &Entry {
+        self.entry.as_ref().unwrap()
+    }
+
+    pub fn merged(&self) -> &Path {
+        &self.spec.target
+    }
+
+    pub fn open(&self) {
+        self.entry().open(LEASE, BootNs(u64::MAX));
+    }
+
+    pub fn shut(&self) {
+        self.entry().shut();
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        // A test that failed may hold it busy: its mounts end with its namespace.
+        let _ = overlay::unmount(&self.spec.target);
+        if let Some(entry) = self.entry.take() {
+            let _ = self.gate.leave(&entry);
+        }
+    }
+}
+
+/// Deadlines and writers of the run at full speed.
+const DEADLINES: u64 = 300;
+const WRITERS: usize = 24;
+
+fn deadlines(place: &Place) {
+    let scene = Scene::new(place);
+    let term = Arc::new(stamps::Term::default());
+    let mut seen = stamps::Seen::new();
+    std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|n| {
+                let (term, path) = (Arc::clone(&term), scene.merged().join(n.to_string()));
+                // Opened while it is open.
+                scene.open();
+                let write = stamps::WRITES[n % stamps::WRITES.len()];
+                scope.spawn(move || stamps::write_on(&term, &path, write))
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(200));
+        for _ in 0..DEADLINES {
+            let deadline = clock::now().plus(paced(Duration::from_millis(5)));
+            term.deadline.store(deadline.0, Ordering::SeqCst);
+            scene.entry().open(LEASE, deadline);
+            term.number.fetch_add(1, Ordering::SeqCst);
+            clock::sleep_until(deadline.plus(paced(stamps::AFTER)));
+            term.number.fetch_add(1, Ordering::SeqCst);
+        }
+        term.over.store(true, Ordering::SeqCst);
+        scene.open();
+        for writer in writers {
+            seen.add(&writer.join().unwrap());
+        }
+    });
+    seen.deadlines = DEADLINES;
+    seen.judge();
+}
+
+fn write(file: &File) -> Result<usize, Errno> {
+    file.write_at(b"x", 0).map_err(|e| Errno::from_io_error(&e).unwrap())
+}
+
+fn generations(place: &Place) {
+    let mut scene = Scene::new(place);
+    let never = BootNs(u64::MAX);
+    scene.open();
+    let file = File::create(scene.merged().join("file")).unwrap();
+    assert_eq!(write(&file), Ok(1));
+    // Superseded: no deadline helps.
+    scene.entry().supersede(Generation(7));
+    assert_eq!(write(&file), Err(Errno::ROFS));
+    scene.entry().open(LEASE, never);
+    assert_eq!(write(&file), Err(Errno::ROFS));
+    scene.entry().open(Generation(8), never);
+    assert_eq!(write(&file), Ok(1));
+    assert!(!scene.entry().shared());
+    let (prot, flags) = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);
+    let mapped = File::options().read(true).write(true).open(scene.merged().join("file")).unwrap();
+    // SAFETY: a fresh mapping at an address of the kernel's choice, which nobody touches.
+    unsafe {
+        let at = rustix::mm::mmap(std::ptr::null_mut(), 1, prot, flags, &mapped, 0).unwrap();
+        rustix::mm::munmap(at, 1).unwrap();
+    }
+    drop(mapped);
+    assert!(scene.entry().shared(), "a mapping was not noted");
+    // Fifos and readers are nobody's business.
+    scene.shut();
+    rustix::fs::mkfifoat(rustix::fs::CWD, place.dir.join("fifo"), rustix::fs::Mode::RWXU).unwrap();
+    assert!(File::open(scene.merged().join("file")).is_ok());
+    assert!(std::fs::write(place.dir.join("elsewhere"), b"x").is_ok());
+    assert!(std::fs::write(scene.spec.upper.join("below"), b"x").is_ok(), "the agent's own");
+    // Another overlay that gets the number of a dead one is not meant by its entry.
+    drop(file);
+    let entry = scene.entry.take().unwrap();
+    let dev = scene.mounted.s_dev;
+    let mut others = vec![];
+    drop(scene);
+    let reused = (0..64).any(|n| {
+        let make = |name: &str| {
+            let path = place.dir.join(format!("other-{n}")).join(name);
+            std::fs::create_dir_all(&path).unwrap();
+            path
+        };
+        let spec = Spec {
+            lowers: vec![make("lower")],
+            upper: make("upper"),
+            work: make("work"),
+            target: make("merged"),
+            mapped: None,
+        };
+        let mounted = overlay::mount(&spec).unwrap();
+        std::fs::write(spec.target.join("file"), b"x").unwrap();
+        let same = mounted.s_dev == dev;
+        others.push((mounted, spec));
+        same
+    });
+    assert!(reused, "no other overlay got device {dev}");
+    Gate::raise().unwrap().leave(&entry).unwrap();
+    for (mounted, spec) in others {
+        drop(mounted);
+        overlay::unmount(&spec.target).unwrap();
+    }
+}
+
+/// What the session has of the gate.
+fn gate_of(view: &serde_json::Value) -> (&str, bool) {
+    let gate = &view["gate"];
+    (gate["state"].as_str().unwrap(), gate["shared_mappings"].as_bool().unwrap())
+}
+
+/// A session, and a file that an outsider has open in it: no freeze reaches who writes there.
+fn session(host: &Host, ttl: &str) -> (String, PathBuf, File) {
+    let opened = host.open("w", ttl);
+    assert_eq!(gate_of(&opened["session"]), ("complete", false), "{opened:#}");
+    let merged = path_of(&opened["session"], "merged");
+    let file = File::create(merged.join("file")).unwrap();
+    assert_eq!(write(&file), Ok(1));
+    std::fs::write(host.dir.join("token"), opened["token"].as_str().unwrap()).unwrap();
+    (id_of(&opened), merged, file)
+}
+
+fn beat(host: &Host, id: &str) {
+    let token = host.dir.join("token");
+    host.must(&["lease", "beat", id, "--token-file", token.to_str().unwrap()]);
+}
+
+fn deadline_of(host: &Host, id: &str) -> BootNs {
+    let shown = host.dir.join("run/sessions").join(id).join("inside/session.json");
+    let shown: serde_json::Value = serde_json::from_slice(&std::fs::read(shown).unwrap()).unwrap();
+    BootNs(shown["deadline"].as_u64().unwrap())
+}
+
+fn both_dead(place: &Place) {
+    let mut host = Host::new(place, "host");
+    host.start_keeper();
+    assert!(host.start(None));
+    let (id, merged, file) = session(&host, &paced_ttl(2));
+    let deadline = deadline_of(&host, &id);
+    host.stop();
+    let mut last = BootNs(0);
+    let refused = loop {
+        let begun = clock::now();
+        match write(&file) {
+            Ok(_) => last = begun,
+            Err(e) => break (e, clock::now()),
+        }
+    };
+    println!(
+        "last accepted {:?} before, first refused {:?} after",
+        deadline.since(last),
+        refused.1.since(deadline)
+    );
+    assert_eq!(refused.0, Errno::ROFS);
+    assert!(last < deadline && refused.1 >= deadline);
+    let create = File::create(merged.join("new")).map(drop).map_err(|e| e.raw_os_error());
+    assert_eq!(create, Err(Some(libc::EROFS)));
+    assert_eq!(std::fs::read(merged.join("file")).unwrap(), b"x", "reading goes on");
+    // The next agent proves it.
+    assert!(host.start(None));
+    let view = host.until(&id, |v| has(v, "gated") && has(v, "frozen"));
+    assert_eq!(gate_of(&view).0, "complete");
+    assert!(view["gate"]["refused"]["write"].as_u64().unwrap() >= 1, "{view:#}");
+}
+
+fn adopted(place: &Place) {
+    let mut host = Host::new(place, "host");
+    assert!(host.start(None));
+    let (id, merged, file) = session(&host, &paced_ttl(5));
+    let first = deadline_of(&host, &id);
+    // A renewal moves the deadline, also of an agent that was not there when it was entered.
+    for n in 0..6 {
+        host.kill_agent();
+        assert_eq!(write(&file), Ok(1), "round {n}: without an agent");
+        assert!(host.start(None));
+        beat(&host, &id);
+        assert_eq!(write(&file), Ok(1), "round {n}");
+    }
+    while clock::now() < first.plus(Duration::from_millis(100)) {
+        beat(&host, &id);
+        assert_eq!(write(&file), Ok(1), "refused under a good lease");
+    }
+    std::fs::write(merged.join("after"), b"x").unwrap();
+    let view = host.must(&["session", "inspect", &id]);
+    assert_eq!(gate_of(&view), ("complete", false), "{view:#}");
+    assert!(view["gate"]["refused"]["write"].is_null(), "{view:#}");
+}
+
+fn fenced(place: &Place) {
+    let mut host = Host::new(place, "host");
+    assert!(host.start(None));
+    let (id, merged, file) = session(&host, &paced_ttl(60));
+    // Held busy by the outsider's descriptor: not read-only, so that the gate alone refuses.
+    host.must(&["fence", &id, "--reason", "test"]);
+    assert_eq!(write(&file), Err(Errno::ROFS));
+    let view = host.until(&id, |v| has(v, "gated") && has(v, "frozen"));
+    assert!(!has(&view, "read-only"), "{view:#}");
+    host.must(&["readmit", &id, "--authorised-by", "op", "--reason", "test"]);
+    assert_eq!(write(&file), Ok(1), "readmitted");
+    let view = host.until(&id, |v| v["state"] == "ACTIVE" && v["work"].is_null());
+    assert!(!has(&view, "gated"));
+    drop(file);
+    // By a revocation, and down to the end.
+    host.must(&["lease", "revoke", view["lease"].as_str().unwrap(), "--reason", "test"]);
+    let create = File::create(merged.join("new")).map(drop).map_err(|e| e.raw_os_error());
+    assert_eq!(create, Err(Some(libc::EROFS)));
+    host.until(&id, |v| has(v, "read-only") && has(v, "gated"));
+    host.must(&["preserved", "discard", &id, "--yes"]);
+    let gate = Gate::raise().unwrap();
+    let until = clock::now().plus(paced(Duration::from_secs(20)));
+    while gate.find_by_id(id.parse().unwrap()).is_some() {
+        assert!(clock::now() < until, "its entry stays");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn drained(place: &Place) {
+    let pins = Path::new("/sys/fs/bpf/overfence");
+    let mut host = Host::new(place, "host");
+    assert!(host.start(None));
+    let (_, _, file) = session(&host, &paced_ttl(60));
+    drop(file);
+    assert!(pins.exists());
+    let other = Scene::new(place);
+    host.must(&["drain", "--yes"]);
+    assert!(pins.exists(), "another one's session needs it");
+    drop(other);
+    // An agent that starts adopts it again, and takes it away.
+    host.kill_agent();
+    assert!(host.start(None));
+    host.must(&["drain", "--yes"]);
+    let gate = Gate::raise().unwrap();
+    assert!(gate.missing().is_empty());
+    assert!(gate.lower().unwrap() || pins.exists());
+}

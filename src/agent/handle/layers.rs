@@ -56,7 +56,8 @@ impl Host {
         let pins = self.authority.pins().map_err(unavailable)?;
         let mut here = self.needed_here();
         for known in self.layers.equivalences() {
-            let needed = |layer: &Digest| pins.layers.contains_key(layer) || here.contains_key(layer);
+            let needed =
+                |layer: &Digest| pins.layers.contains_key(layer) || here.contains_key(layer);
             if known.run.last().is_some_and(needed) {
                 let why = format!("{} layers of a deep head, which it equals,", known.run.len());
                 here.entry(known.layer).or_insert(why);

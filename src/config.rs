@@ -144,6 +144,19 @@ pub struct FenceKeys {
     pub on_slow_freeze: OnSlowFreeze,
     /// What to do with a session fenced only for doubt.
     pub after_doubt: AfterDoubt,
+    /// What becomes of writable shared mappings, where the lease gate is.
+    pub shared_mappings: SharedMappings,
+}
+
+/// Stores into a mapping are no calls: the lease gate does not see them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SharedMappings {
+    /// They may be made; the freeze stops who stores into them.
+    #[default]
+    Freeze,
+    /// They are refused (EACCES) from the start.
+    Deny,
 }
 
 /// `[preserve]`
@@ -270,7 +283,15 @@ impl Default for FenceKeys {
             after_doubt,
             grace: _,
         } = Policy::default();
-        Self { on_busy, kill_after, seal_after, freeze_deadline, on_slow_freeze, after_doubt }
+        Self {
+            on_busy,
+            kill_after,
+            seal_after,
+            freeze_deadline,
+            on_slow_freeze,
+            after_doubt,
+            shared_mappings: SharedMappings::default(),
+        }
     }
 }
 

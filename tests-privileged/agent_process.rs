@@ -115,6 +115,14 @@ impl Host {
         }
     }
 
+    /// To agent and keeper.
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        for child in self.agent.iter().chain(&self.keeper) {
+            let pid = nix::unistd::Pid::from_raw(child.id().try_into().unwrap());
+            nix::sys::signal::kill(pid, signal).unwrap();
+        }
+    }
+
     pub fn stop(&mut self) {
         self.kill_agent();
         self.kill_keeper();

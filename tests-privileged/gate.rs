@@ -9,7 +9,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use overfence::kernel::clock;
@@ -31,6 +31,11 @@ pub fn tests() -> Vec<Test> {
         Test { name: "the_next_agent_adopts_it", run: adopted },
         Test { name: "a_fence_proves_it_and_readmit_opens_it", run: fenced },
         Test { name: "drain_takes_it_away", run: drained },
+        Test { name: "other_programs_take_over_without_a_gap", run: upgraded },
+        Test { name: "what_root_takes_away_is_put_up_again", run: taken_away },
+        Test { name: "shared_mappings_can_be_denied", run: denied },
+        Test { name: "a_refusal_is_told_and_counted", run: told },
+        Test { name: "no_write_begins_after_a_deadline_that_nobody_keeps", run: kept_by_nobody },
     ]
 }
 
@@ -38,7 +43,7 @@ pub fn tests() -> Vec<Test> {
 pub struct Scene {
     gate: Gate,
     entry: Option<Entry>,
-    mounted: Mounted,
+    mounted: Option<Mounted>,
     spec: Spec,
 }
 
@@ -65,7 +70,7 @@ impl Scene {
             entry = Some(gate.enter(root, SessionId::fresh(), LEASE).unwrap());
         })
         .unwrap();
-        Self { gate, entry, mounted, spec }
+        Self { gate, entry, mounted: Some(mounted), spec }
     }
 
     fn entry(&self) -> &Entry {
@@ -87,6 +92,7 @@ impl Scene {
 
 impl Drop for Scene {
     fn drop(&mut self) {
+        self.mounted = None;
         // A test that failed may hold it busy: its mounts end with its namespace.
         let _ = overlay::unmount(&self.spec.target);
         if let Some(entry) = self.entry.take() {
@@ -106,11 +112,12 @@ fn deadlines(place: &Place) {
     std::thread::scope(|scope| {
         let writers: Vec<_> = (0..WRITERS)
             .map(|n| {
-                let (term, path) = (Arc::clone(&term), scene.merged().join(n.to_string()));
                 // Opened while it is open.
                 scene.open();
+                let file = stamps::file(&scene.merged().join(n.to_string()));
+                let term = Arc::clone(&term);
                 let write = stamps::WRITES[n % stamps::WRITES.len()];
-                scope.spawn(move || stamps::write_on(&term, &path, write))
+                scope.spawn(move || stamps::write_on(&term, &file, write))
             })
             .collect();
         std::thread::sleep(Duration::from_millis(200));
@@ -168,7 +175,7 @@ fn generations(place: &Place) {
     // Another overlay that gets the number of a dead one is not meant by its entry.
     drop(file);
     let entry = scene.entry.take().unwrap();
-    let dev = scene.mounted.s_dev;
+    let dev = scene.mounted.as_ref().unwrap().s_dev;
     let mut others = vec![];
     drop(scene);
     let reused = (0..64).any(|n| {
@@ -261,10 +268,10 @@ fn both_dead(place: &Place) {
 fn adopted(place: &Place) {
     let mut host = Host::new(place, "host");
     assert!(host.start(None));
-    let (id, merged, file) = session(&host, &paced_ttl(5));
+    let (id, merged, file) = session(&host, &paced_ttl(8));
     let first = deadline_of(&host, &id);
     // A renewal moves the deadline, also of an agent that was not there when it was entered.
-    for n in 0..6 {
+    for n in 0..3 {
         host.kill_agent();
         assert_eq!(write(&file), Ok(1), "round {n}: without an agent");
         assert!(host.start(None));
@@ -309,8 +316,16 @@ fn fenced(place: &Place) {
     }
 }
 
+/// A bpffs of the test's own: what it does to what is pinned concerns no other test.
+fn own_bpffs() -> PathBuf {
+    let at = "/sys/fs/bpf";
+    nix::mount::mount(Some("bpf"), at, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
+        .unwrap();
+    Path::new(at).join("overfence")
+}
+
 fn drained(place: &Place) {
-    let pins = Path::new("/sys/fs/bpf/overfence");
+    let pins = own_bpffs();
     let mut host = Host::new(place, "host");
     assert!(host.start(None));
     let (_, _, file) = session(&host, &paced_ttl(60));
@@ -320,11 +335,213 @@ fn drained(place: &Place) {
     host.must(&["drain", "--yes"]);
     assert!(pins.exists(), "another one's session needs it");
     drop(other);
-    // An agent that starts adopts it again, and takes it away.
     host.kill_agent();
     assert!(host.start(None));
     host.must(&["drain", "--yes"]);
-    let gate = Gate::raise().unwrap();
-    assert!(gate.missing().is_empty());
-    assert!(gate.lower().unwrap() || pins.exists());
+    assert!(!pins.exists(), "it is left behind");
+}
+
+/// Writes as fast as it can, and tells how often it was let and how often not.
+fn hammer(file: File, over: Arc<AtomicBool>) -> std::thread::JoinHandle<(u64, u64)> {
+    std::thread::spawn(move || {
+        let (mut accepted, mut refused) = (0, 0);
+        while !over.load(Ordering::SeqCst) {
+            match write(&file) {
+                Ok(_) => accepted += 1,
+                Err(Errno::ROFS) => refused += 1,
+                Err(e) => panic!("{e}"),
+            }
+        }
+        (accepted, refused)
+    })
+}
+
+/// Programs of another version take the place of those that are attached, and programs of an unknown
+/// layout stay: meanwhile no write is refused under a good lease, and none accepted after one.
+fn upgraded(place: &Place) {
+    let pins = own_bpffs();
+    let dir = |name: &str| {
+        let dir = place.dir.join(name);
+        std::fs::create_dir(&dir).unwrap();
+        Place { dir, cgroup: place.cgroup.clone(), binary: place.binary.clone() }
+    };
+    let (good, lost) = (Scene::new(&dir("good")), Scene::new(&dir("lost")));
+    let [goes, stops] = [&good, &lost].map(|scene| {
+        scene.open();
+        File::create(scene.merged().join("file")).unwrap()
+    });
+    lost.shut();
+    let over = Arc::new(AtomicBool::new(false));
+    let [goes, stops] = [goes, stops].map(|file| hammer(file, Arc::clone(&over)));
+    let sets = || {
+        let all = std::fs::read_dir(pins.join("layout-1")).unwrap().map(|e| e.unwrap().path());
+        all.filter(|path| path.is_dir()).collect::<Vec<_>>()
+    };
+    for round in 0..2 {
+        let [own] = &sets()[..] else { panic!("{:?}", sets()) };
+        // As if an agent of another version had attached it, and one had died while it attached.
+        std::fs::rename(own, own.with_file_name(format!("{round:016x}"))).unwrap();
+        std::fs::create_dir(own.with_file_name("unfinished")).unwrap();
+        let gate = Gate::raise().unwrap();
+        assert!(gate.stands() && gate.missing().is_empty());
+        assert_eq!(sets().len(), 1, "the old ones are still attached: {:?}", sets());
+        assert!(own.exists());
+    }
+    let own = sets().remove(0);
+    std::fs::create_dir(pins.join("layout-99")).unwrap();
+    let fault = Gate::raise().map(drop).unwrap_err();
+    let why = overfence::kernel::gate::why(&fault);
+    assert!(why.contains("layout-99") && why.contains("another version"), "{why}");
+    assert!(own.exists());
+    std::fs::remove_dir(pins.join("layout-99")).unwrap();
+    // A part of it taken away is noticed, and attached again.
+    std::fs::remove_file(own.join("mmap_file")).unwrap();
+    assert!(!good.gate.stands());
+    assert!(Gate::raise().unwrap().stands());
+    over.store(true, Ordering::SeqCst);
+    let ((accepted, wrongly), (late, refused)) = (goes.join().unwrap(), stops.join().unwrap());
+    println!("{accepted} accepted under the lease, {refused} refused after it");
+    assert_eq!((wrongly, late), (0, 0), "wrongly refused, and accepted late");
+    assert!(accepted > 0 && refused > 0);
+}
+
+/// Root takes it away under a running agent: it is put up again, and the session entered anew.
+fn taken_away(place: &Place) {
+    let pins = own_bpffs();
+    let mut host = Host::new(place, "host");
+    let config = std::fs::read_to_string(&host.config).unwrap();
+    std::fs::write(&host.config, format!("{config}[preserve]\nsweep = \"1s\"\n")).unwrap();
+    assert!(host.start(None));
+    let (id, _, file) = session(&host, &paced_ttl(600));
+    let held = |scale: u64| paced(Duration::from_secs(scale));
+    let until = |what: &str, mut fits: Box<dyn FnMut() -> bool + '_>| {
+        let end = clock::now().plus(held(30));
+        while !fits() {
+            assert!(clock::now() < end, "in vain: {what}\n{}", host.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    // The agent may be at it already.
+    let _ = std::fs::remove_dir_all(&pins);
+    until(
+        "it is up again",
+        Box::new(|| Gate::raise().is_ok_and(|g| g.find_by_id(id.parse().unwrap()).is_some())),
+    );
+    // What was mapped meanwhile nobody knows.
+    let view = host.until(&id, |v| v["gate"]["shared_mappings"] == true);
+    assert_eq!(view["gate"]["state"], "complete", "{view:#}");
+    assert_eq!(write(&file), Ok(1), "under a good lease");
+    host.must(&["fence", &id, "--reason", "test"]);
+    assert_eq!(write(&file), Err(Errno::ROFS));
+    host.until(&id, |v| has(v, "gated"));
+}
+
+/// What was refused is told: who, what and when; and counted.
+fn told(place: &Place) {
+    own_bpffs();
+    let mut host = Host::new(place, "host");
+    assert!(host.start(None));
+    let (id, _, file) = session(&host, &paced_ttl(60));
+    host.must(&["fence", &id, "--reason", "test"]);
+    let until = clock::now().plus(paced(Duration::from_secs(10)));
+    let view = loop {
+        assert_eq!(write(&file), Err(Errno::ROFS));
+        let view = host.must(&["session", "inspect", &id]);
+        if !view["gate"]["last"].is_null() {
+            break view;
+        }
+        assert!(clock::now() < until, "nothing is told: {view:#}\n{}", host.log());
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    let last = &view["gate"]["last"];
+    assert_eq!(last["pid"], std::process::id(), "{view:#}");
+    assert_eq!((&last["op"], &last["generation"]), (&"write".into(), &1.into()), "{view:#}");
+    let command = std::fs::read_to_string("/proc/self/comm").unwrap();
+    assert_eq!(last["command"], command.trim());
+    let entries = host.must(&["evidence", "show", "--session", &id]);
+    let told = |e: &&serde_json::Value| e["kind"] == "write_refused";
+    let told = entries.as_array().unwrap().iter().filter(told).count();
+    assert_eq!(told, 1, "once a minute is enough: {entries:#}");
+    let metrics = host.http("GET", "/metrics", "").body;
+    let counted = metrics
+        .lines()
+        .find_map(|line| line.strip_prefix("overfence_writes_refused_total{op=\"write\"} "));
+    assert!(counted.unwrap().parse::<u64>().unwrap() >= 1, "{metrics}");
+}
+
+/// With `deny` no shared mapping can be made through which a store could pass.
+fn denied(place: &Place) {
+    let mut host = Host::new(place, "host");
+    let config = std::fs::read_to_string(&host.config).unwrap();
+    let deny = "[fence]\nshared_mappings = \"deny\"\n";
+    std::fs::write(&host.config, format!("{config}{deny}")).unwrap();
+    assert!(host.start(None));
+    let (id, merged, written) = session(&host, &paced_ttl(60));
+    let file = File::options().read(true).write(true).open(merged.join("file")).unwrap();
+    let read = File::open(merged.join("file")).unwrap();
+    let map = |file: &File, flags| {
+        let prot = rustix::mm::ProtFlags::READ;
+        // SAFETY: a fresh mapping at an address of the kernel's choice, which nobody touches.
+        unsafe {
+            let at = rustix::mm::mmap(std::ptr::null_mut(), 1, prot, flags, file, 0)?;
+            rustix::mm::munmap(at, 1)
+        }
+    };
+    use rustix::mm::MapFlags;
+    assert_eq!(map(&file, MapFlags::SHARED), Err(Errno::ACCESS));
+    assert_eq!(map(&file, MapFlags::PRIVATE), Ok(()));
+    assert_eq!(map(&read, MapFlags::SHARED), Ok(()));
+    assert_eq!(write(&written), Ok(1));
+    let view = host.must(&["session", "inspect", &id]);
+    assert_eq!(gate_of(&view), ("complete", false), "{view:#}");
+}
+
+/// Sessions whose deadlines nobody keeps: agent and keeper are dead, or stopped.
+fn kept_by_nobody(place: &Place) {
+    const SESSIONS: usize = 6;
+    const EACH: usize = 4;
+    let mut host = Host::new(place, "host");
+    let mut seen = stamps::Seen::new();
+    for round in 0..4 {
+        host.start_keeper();
+        assert!(host.start(None));
+        let terms: Vec<_> = (0..SESSIONS)
+            .map(|n| {
+                let opened = host.open(&format!("w{round}-{n}"), &paced_ttl(4));
+                let term = stamps::Term::default();
+                let deadline = deadline_of(&host, &id_of(&opened)).0;
+                term.deadline.store(deadline, Ordering::SeqCst);
+                term.number.store(1, Ordering::SeqCst);
+                let merged = path_of(&opened["session"], "merged");
+                let files: Vec<_> =
+                    (0..EACH).map(|n| stamps::file(&merged.join(n.to_string()))).collect();
+                (term, files)
+            })
+            .collect();
+        match round % 2 {
+            0 => host.stop(),
+            _ => host.signal(nix::sys::signal::Signal::SIGSTOP),
+        }
+        let last = terms.iter().map(|(term, _)| term.deadline.load(Ordering::SeqCst)).max();
+        let last = BootNs(last.unwrap());
+        assert!(clock::now() < last, "all of it took too long");
+        std::thread::scope(|scope| {
+            let writers: Vec<_> = terms
+                .iter()
+                .flat_map(|(term, files)| files.iter().enumerate().map(move |f| (term, f)))
+                .map(|(term, (n, file))| {
+                    let write = stamps::WRITES[n % stamps::WRITES.len()];
+                    scope.spawn(move || stamps::write_on(term, file, write))
+                })
+                .collect();
+            clock::sleep_until(last.plus(paced(Duration::from_millis(50))));
+            terms.iter().for_each(|(term, _)| term.over.store(true, Ordering::SeqCst));
+            for writer in writers {
+                seen.add(&writer.join().unwrap());
+            }
+        });
+        seen.deadlines += SESSIONS as u64;
+        host.stop();
+    }
+    seen.judge();
 }

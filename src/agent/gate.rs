@@ -1,45 +1,68 @@
 //! The lease gate of this host, and each session's entry in it. Where the host has no gate everything
 //! goes on without: no session is refused for it, and `session inspect` says why it is absent.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use super::effects::text;
 use super::host::Host;
 use super::slot::{Inner, Slot};
-use crate::kernel::gate::{Entry, Gate};
+use crate::config::SharedMappings;
+use crate::kernel::clock;
+use crate::kernel::gate::{self, Entry, Gate, Refusal, Refusals};
 use crate::model::facts::Fact;
+use crate::model::journal::Journal;
 use crate::model::session::{Loss, State};
 use crate::model::step::Event;
 use crate::model::time::BootNs;
-use crate::model::view::GateView;
+use crate::model::view::{GateView, RefusedCall};
+use crate::store::Durability;
 
 /// The gate, or why there is none.
-pub(super) struct HostGate(Mutex<Result<Arc<Gate>, String>>);
+pub(super) struct HostGate {
+    gate: Mutex<Result<Arc<Gate>, String>>,
+    /// The host can have it: it is put up again should it go.
+    wanted: bool,
+}
 
 impl HostGate {
     /// Adopts what stands, or puts it up.
     pub(super) fn raise() -> Self {
-        let gate = Gate::raise().map(Arc::new).map_err(text);
+        let gate = Gate::raise().map(Arc::new).map_err(|fault| gate::why(&fault));
         match &gate {
             Ok(gate) if gate.missing().is_empty() => tracing::info!("the lease gate is complete"),
             Ok(gate) => tracing::warn!("the lease gate misses {}", gate.missing().join(", ")),
-            Err(why) => tracing::info!("{why}"),
+            Err(why) => tracing::info!("no lease gate: {why}"),
         }
-        Self(Mutex::new(gate))
+        Self { wanted: gate.is_ok(), gate: Mutex::new(gate) }
     }
 
     fn get(&self) -> Result<Arc<Gate>, String> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Puts it up again, once somebody took it away.
     fn again(&self) -> Result<Arc<Gate>, String> {
-        let gate = Gate::raise().map(Arc::new).map_err(text);
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&gate);
+        let gate = Gate::raise().map(Arc::new).map_err(|fault| gate::why(&fault));
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&gate);
         gate
     }
 }
+
+/// What the gate refused of a session.
+#[derive(Debug, Default)]
+pub struct Refused {
+    /// What of its counters is in the metrics.
+    counted: [u64; 8],
+    last: Option<RefusedCall>,
+    /// When one was recorded last.
+    recorded: Option<BootNs>,
+}
+
+/// A stale writer may go on trying for days: the evidence holds one in this time.
+const RECORD: Duration = Duration::from_secs(60);
 
 impl Host {
     /// Enters a new overlay, before a path leads to it. It is shut until its deadline is set.
@@ -54,6 +77,9 @@ impl Host {
         });
         match entered {
             Ok(entry) => {
+                if self.config.fence.shared_mappings == SharedMappings::Deny {
+                    entry.deny_shared();
+                }
                 let mut inner = slot.lock();
                 inner.gate = Some(entry);
                 self.gate_follow(&inner, inner.deadline().0);
@@ -105,7 +131,11 @@ impl Host {
     /// Removes the entry of a session whose superblock is dead.
     pub(super) fn gate_leave(&self, slot: &Slot) -> Result<(), String> {
         let Ok(gate) = self.gate.get() else { return Ok(()) };
-        let held = slot.lock().gate.take();
+        let held = {
+            let mut inner = slot.lock();
+            self.gate_count(&mut inner);
+            inner.gate.take()
+        };
         match held.or_else(|| gate.find_by_id(slot.id)) {
             Some(entry) => gate.leave(&entry).map_err(text),
             None => Ok(()),
@@ -114,8 +144,8 @@ impl Host {
 
     /// Somebody may have taken it away: it is put up again, and each overlay looked for in it anew.
     pub(super) fn gate_look(&self) {
-        let stands = self.gate.get().map_or(true, |gate| gate.stands());
-        if stands || self.draining() {
+        let stands = self.gate.get().is_ok_and(|gate| gate.stands());
+        if stands || !self.gate.wanted || self.draining() {
             return;
         }
         match self.gate.again() {
@@ -159,8 +189,52 @@ impl Host {
                     why: None,
                     shared_mappings: entry.shared(),
                     refused: refused.map(|(row, n)| (row.to_owned(), n)).collect(),
+                    last: inner.refused.last.clone(),
                 }
             }
+        }
+    }
+
+    /// Brings the metrics up to a session's counters.
+    pub(super) fn gate_count(&self, inner: &mut Inner) {
+        let Some(entry) = &inner.gate else { return };
+        for ((op, now), counted) in entry.refused().into_iter().zip(&mut inner.refused.counted) {
+            self.metrics.writes_refused(op, now.saturating_sub(*counted));
+            *counted = now.max(*counted);
+        }
+    }
+
+    /// Takes in a refusal: shown at once, recorded now and then.
+    fn gate_told(&self, refusal: Refusal) {
+        // The agent's own probes.
+        if refusal.pid == std::process::id() {
+            return;
+        }
+        let Some(slot) = self.slot(refusal.session) else { return };
+        let mut inner = slot.lock();
+        let now = clock::now();
+        let call = RefusedCall {
+            boot_ns: refusal.at.0,
+            deadline: refusal.deadline.0,
+            generation: refusal.generation.0,
+            op: refusal.op.to_owned(),
+            pid: refusal.pid,
+            command: refusal.command,
+            inode: refusal.inode,
+        };
+        inner.refused.last = Some(call.clone());
+        if inner.refused.recorded.is_some_and(|last| now.since(last) < RECORD) {
+            return;
+        }
+        inner.refused.recorded = Some(now);
+        let counts: BTreeMap<_, _> =
+            inner.gate.iter().flat_map(Entry::refused).filter(|(_, n)| *n > 0).collect();
+        let detail = serde_json::json!({ "call": call, "refused": counts });
+        let entry = super::slot::draft("write_refused", &inner.session, "kernel", detail);
+        drop(inner);
+        let journal = Journal { sessions: vec![], entries: vec![entry] };
+        if let Err(fault) = self.store.record(&journal, Durability::Lazy) {
+            tracing::error!(OVERFENCE_SESSION = %slot.id, "a refused write is not recorded: {}", text(fault));
         }
     }
 
@@ -171,6 +245,50 @@ impl Host {
         let mapped = inner.gate.as_ref().is_none_or(Entry::shared);
         whole && !mapped && inner.session.facts.has(Fact::Gated)
     }
+}
+
+/// How long a thread waits for the next refusal before it looks whether the agent stops.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The body of the thread that is told of refusals. Where another agent of this host is, or where there
+/// is no gate, it has nothing to do: the counters tell.
+pub(super) fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
+    let mut reading: Option<(Arc<Gate>, Refusals)> = None;
+    let mut lost = 0;
+    while !host.stopping() {
+        let Ok(gate) = host.gate.get() else { return Ok(()) };
+        let same = reading.as_ref().is_some_and(|(of, _)| Arc::ptr_eq(of, &gate));
+        if !same {
+            // Its lock first: it may be on the same directory.
+            drop(reading.take());
+            lost = gate.lost();
+            // No reason to end an agent that enforces leases without it, too.
+            reading = gate
+                .refusals()
+                .inspect_err(|fault| tracing::debug!("refusals are not told: {fault}"))
+                .ok()
+                .flatten()
+                .map(|refusals| (Arc::clone(&gate), refusals));
+        }
+        let Some((_, refusals)) = &mut reading else {
+            std::thread::sleep(PATIENCE);
+            continue;
+        };
+        match refusals.next(PATIENCE) {
+            Ok(Some(refusal)) => host.gate_told(refusal),
+            Ok(None) => {}
+            Err(errno) => tracing::error!("refusals are not told: {errno}"),
+        }
+        let now = gate.lost();
+        if now != lost {
+            tracing::warn!(
+                "{} refusal(s) were not told: there were too many",
+                now.wrapping_sub(lost)
+            );
+            lost = now;
+        }
+    }
+    Ok(())
 }
 
 /// Asks for the proof that a lost session's writes are refused.

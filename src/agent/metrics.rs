@@ -52,6 +52,11 @@ struct ByState {
     state: String,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByOp {
+    op: &'static str,
+}
+
 /// What can be said of each fact of a fence.
 const RESULTS: [(Fact, &str); 9] = [
     (Fact::Gated, "proved"),
@@ -73,6 +78,7 @@ pub struct Metrics {
     requests_refused: Family<ByReason, Counter>,
     unresolved: Family<ByKind, Gauge>,
     layers_damaged: Gauge,
+    writes_refused: Family<ByOp, Counter>,
     fences: Family<ByFact, Counter>,
     effects: Family<ByEffect, Counter>,
     fence_seconds: Histogram,
@@ -133,6 +139,15 @@ impl Metrics {
             "layers_damaged",
             "Stored layers that a reading found damaged; they are not mounted",
             layers_damaged.clone(),
+        );
+        let writes_refused = Family::<ByOp, Counter>::default();
+        for op in crate::kernel::gate::ways() {
+            drop(writes_refused.get_or_create(&ByOp { op }));
+        }
+        registry.register(
+            "writes_refused",
+            "Calls of lost sessions that the lease gate refused",
+            Family::clone(&writes_refused),
         );
         let fences = Family::<ByFact, Counter>::default();
         for (fact, result) in RESULTS {
@@ -210,6 +225,7 @@ impl Metrics {
             requests_refused,
             unresolved,
             layers_damaged,
+            writes_refused,
             fences,
             effects,
             fence_seconds,
@@ -241,6 +257,11 @@ impl Metrics {
     /// A publication that the authority refused.
     pub fn refused(&self, code: Code) {
         self.refused.get_or_create(&ByReason { reason: code.as_str() }).inc();
+    }
+
+    /// Calls that the lease gate refused.
+    pub fn writes_refused(&self, op: &'static str, n: u64) {
+        self.writes_refused.get_or_create(&ByOp { op }).inc_by(n);
     }
 
     /// An external request that was not to be sent.

@@ -70,6 +70,8 @@ pub struct Inner {
     pub building: bool,
     /// Its entry in the lease gate, where there is one.
     pub gate: Option<crate::kernel::gate::Entry>,
+    /// What the gate refused of it.
+    pub refused: super::gate::Refused,
     /// Device of the overlay's superblock, known also after it was unmounted here.
     pub s_dev: Option<u64>,
     /// Answers to publications, until their askers took them.
@@ -224,6 +226,7 @@ impl Slot {
                 cgroup: None,
                 mounted: None,
                 gate: None,
+                refused: super::gate::Refused::default(),
                 s_dev: None,
                 building: false,
                 answers: BTreeMap::new(),
@@ -327,7 +330,6 @@ impl Host {
                 // What was queued under the lease is not wanted any more.
                 inner.queue.clear();
                 self.deadlines.remove(inner.session.id);
-                self.gate_shut(inner);
             }
             if inner.session.state == State::Active {
                 inner.size = None;
@@ -347,6 +349,9 @@ impl Host {
                 self.leave_to_keeper(inner);
             }
             if held && !inner.session.holds_lease() {
+                // After the freeze: who is stopped in time sees no refusal, and can run on once it is
+                // readmitted. At a deadline the gate shuts by itself.
+                self.gate_shut(inner);
                 events.extend(super::gate::proved(inner));
             }
             if done.record {

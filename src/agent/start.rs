@@ -69,6 +69,7 @@ pub async fn start(
     for (name, body) in [
         ("deadlines", super::deadlines::run as fn(&Arc<Host>) -> crate::kernel::Result<()>),
         ("watch", super::watch::run),
+        ("refusals", super::gate::run),
     ] {
         let host = Arc::clone(&host);
         let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || {

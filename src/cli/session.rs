@@ -362,7 +362,7 @@ fn gate(gate: &GateView) -> String {
         line.push_str(&format!(", without {}", gate.missing.join(", ")));
     }
     if let Some(why) = &gate.why {
-        line.push_str(&format!(": {}", why.trim_start_matches("no lease gate: ")));
+        line.push_str(&format!(": {why}"));
     }
     if gate.shared_mappings {
         line.push_str("; stores into writable shared mappings pass it");

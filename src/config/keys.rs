@@ -60,6 +60,13 @@ const KEYS: &[(&str, &str, &str)] = &[
         "",
     ),
     (
+        "fence.shared_mappings",
+        "Where the lease gate is: \"freeze\" lets sessions map files shared and writable, and the \
+         freeze stops who stores into them; \"deny\" refuses such mappings from the start (EACCES), \
+         also those of a file that is only open for writing.",
+        "",
+    ),
+    (
         "preserve.grace",
         "How long uncommitted bytes of a stale writer are kept at least; a span of witnessed time \
          (time with the agent down does not count).",

@@ -363,10 +363,10 @@ fn bpf_lsm() -> Seen {
 
 /// Whether the kernel takes the gate's programs, and all of them.
 fn lease_gate() -> Seen {
-    match told(super::gate::ask().map(|missing| missing.join(", "))) {
+    match super::gate::ask() {
         Ok(missing) if missing.is_empty() => Ok("complete".to_owned()),
-        Ok(missing) => Err(format!("partial: not checked are {missing}")),
-        Err(why) => Err(format!("absent: {why}")),
+        Ok(missing) => Err(format!("partial: not checked are {}", missing.join(", "))),
+        Err(fault) => Err(format!("absent: {}", super::gate::why(&fault))),
     }
 }
 

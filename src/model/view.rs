@@ -28,7 +28,8 @@ pub use ledger::{
 };
 pub use session::{
     ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
-    GateView, OpenSession, Opened, ReadmitSession, RevokeLease, SealingView, SessionView,
+    GateView, OpenSession, Opened, ReadmitSession, RefusedCall, RevokeLease, SealingView,
+    SessionView,
 };
 pub use workspace::{
     DeleteWorkspace, HoldWorkspace, ImportWorkspace, LayerReport, RepairWorkspace, RevertWorkspace,

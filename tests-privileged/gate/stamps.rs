@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use overfence::kernel::clock;
+use overfence::model::time::BootNs;
 
 const MS: u64 = 1_000_000;
 
@@ -137,10 +138,14 @@ fn accepted(answer: rustix::io::Result<()>) -> bool {
 /// Mostly plain writes; of the others one each.
 pub const WRITES: [Write; 8] = [pwrite, pwrite, pwrite, truncate, fallocate, chmod, open, xattr];
 
-/// Writes until it is over.
-pub fn write_on(term: &Term, path: &Path, write: Write) -> Seen {
+/// A file to write on.
+pub fn file(path: &Path) -> File {
     let file = File::options().create(true).truncate(false).read(true).write(true).open(path);
-    let file = file.unwrap();
+    file.unwrap()
+}
+
+/// Writes until it is over.
+pub fn write_on(term: &Term, file: &File, write: Write) -> Seen {
     let mut seen = Seen::new();
     while !term.over.load(Ordering::SeqCst) {
         let number = term.number.load(Ordering::SeqCst);
@@ -149,8 +154,15 @@ pub fn write_on(term: &Term, path: &Path, write: Write) -> Seen {
             continue;
         }
         let deadline = term.deadline.load(Ordering::SeqCst);
+        // Far from it nothing is to be seen, and others want the processor.
+        if deadline.saturating_sub(clock::now().0) > 40 * MS {
+            clock::sleep_until(BootNs(deadline - 30 * MS));
+        }
+        if clock::now().0 > deadline.saturating_add(60 * MS) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         let begun = clock::now().0;
-        let accepted = write(&file);
+        let accepted = write(file);
         let ended = clock::now().0;
         // One that saw the deadline move says nothing.
         if term.number.load(Ordering::SeqCst) == number {

@@ -151,6 +151,9 @@ impl Agent {
 
     /// OpenMetrics text.
     pub fn metrics(&self) -> String {
+        for slot in self.0.slots() {
+            self.0.gate_count(&mut slot.lock());
+        }
         self.0.metrics.text(self.0.store.reserve().space(), self.0.tripped().is_some())
     }
 

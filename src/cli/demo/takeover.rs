@@ -173,7 +173,21 @@ fn held(place: &Place, step: &mut Step, c: &Session) -> Result<(), String> {
     });
     let names = names.collect::<Vec<_>>().join("; ");
     step.answered = format!("proved: {facts}; missing: {missing}; held by {names}");
-    step.expect("only frozen is claimed", facts == "frozen" && missing == "read-only", facts);
+    let gate = view.get("/gate/state");
+    let gated = facts.split(", ").any(|fact| fact == "gated");
+    let others = facts.split(", ").filter(|fact| *fact != "gated").collect::<Vec<_>>().join(", ");
+    step.expect("only frozen is claimed", others == "frozen" && missing == "read-only", facts);
+    if gate != "absent" {
+        // The superblock is writable: it is the kernel's comparison with the lease that refuses.
+        let answer = std::fs::File::create(c.merged.join("late.txt")).map(drop);
+        let refused = answer.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::EROFS));
+        let seen = answer.map_or_else(|e| e.to_string(), |()| "it was let".to_owned());
+        step.expect(
+            "the lease gate refuses a write into C's overlay",
+            gated && refused,
+            format!("gate {gate}: {seen}"),
+        );
+    }
     step.expect("the kernel refused read-only with EBUSY", answer == "EBUSY", answer);
     let open = check::writer_of(&c.cgroup, "held.txt")?;
     let (pid, seen) = open.unwrap_or((0, "nobody holds held.txt".to_owned()));

@@ -30,7 +30,6 @@ struct inode {
 };
 struct dentry {
     struct inode *d_inode;
-    struct super_block *d_sb;
 };
 struct file {
     u32 f_mode;
@@ -40,6 +39,9 @@ struct file {
 
 static void *(*bpf_map_lookup_elem)(void *map, const void *key) = (void *)1;
 static u64 (*bpf_ktime_get_boot_ns)(void) = (void *)125;
+static u64 (*bpf_get_current_pid_tgid)(void) = (void *)14;
+static long (*bpf_get_current_comm)(void *to, u32 size) = (void *)16;
+static long (*bpf_ringbuf_output)(void *map, void *from, u64 size, u64 flags) = (void *)130;
 
 enum {
     OVERLAY = 0x794c7630,
@@ -73,10 +75,25 @@ struct entry {
     u32 dev;         // as the kernel counts it; 0 in a free entry
     u32 wishes;
     u32 shared;      // a writable shared mapping was made: it stays 1
-    u32 reserved;
-    unsigned char session[16];
+    u32 told;        // when a refusal was told last, in units of TELL
+    u64 session[2];
     u64 refused[OPS];
 };
+
+// A refusal, as it is told. At most one an entry in each TELL (134 ms): a writer at full speed is
+// refused a million times a second.
+struct refusal {
+    u64 at;
+    u64 deadline;
+    u64 generation;
+    u64 session[2];
+    u64 ino;
+    u32 op;
+    u32 pid;
+    char command[16];
+};
+
+enum { TELL = 27 };
 
 #define ENTRIES 16384
 
@@ -97,6 +114,11 @@ struct {
     u32 *key;
     struct entry *value;
 } entries SEC(".maps");
+
+struct {
+    int (*type)[27]; // ring buffer
+    int (*max_entries)[65536];
+} refusals SEC(".maps");
 
 INLINE struct entry *entry_of(struct super_block *sb)
 {
@@ -120,18 +142,45 @@ INLINE int over(struct entry *entry)
     return newest > *(volatile u64 *)&entry->generation || bpf_ktime_get_boot_ns() >= deadline;
 }
 
-INLINE int refuse(struct entry *entry, enum op op)
+INLINE int refuse(struct entry *entry, struct inode *inode, enum op op)
 {
     __sync_fetch_and_add(&entry->refused[op], 1);
+    u64 now = bpf_ktime_get_boot_ns();
+    u32 tick = now >> TELL;
+    if (entry->told == tick)
+        return -EROFS;
+    entry->told = tick;
+    struct refusal told = {
+        .at = now,
+        .deadline = entry->deadline,
+        .generation = entry->generation,
+        .session = {entry->session[0], entry->session[1]},
+        .ino = inode->i_ino,
+        .op = op,
+        .pid = bpf_get_current_pid_tgid() >> 32,
+    };
+    bpf_get_current_comm(told.command, sizeof(told.command));
+    if (bpf_ringbuf_output(&refusals, &told, sizeof(told), 0)) {
+        // Nobody takes them: how many were lost stands in the header.
+        u32 first = 0;
+        struct entry *header = bpf_map_lookup_elem(&entries, &first);
+        if (header)
+            __sync_fetch_and_add(&header->refused[0], 1);
+    }
     return -EROFS;
 }
 
-INLINE int check(struct super_block *sb, enum op op)
+INLINE int check(struct inode *inode, enum op op)
 {
-    struct entry *entry = entry_of(sb);
+    struct entry *entry = entry_of(inode->i_sb);
     if (!entry || !over(entry))
         return 0;
-    return refuse(entry, op);
+    return refuse(entry, inode, op);
+}
+
+INLINE int check_dentry(u64 dentry, enum op op)
+{
+    return check(((struct dentry *)dentry)->d_inode, op);
 }
 
 // As a read-only file system does: what goes through a fifo, a socket or a device changes no file.
@@ -150,7 +199,7 @@ HOOK(file_permission, file_permission)
     struct inode *inode = ((struct file *)args[0])->f_inode;
     if (!((int)args[1] & MAY_WRITE) || !is_file(inode))
         return 0;
-    return check(inode->i_sb, WRITE);
+    return check(inode, WRITE);
 }
 
 HOOK(file_open, file_open)
@@ -158,7 +207,7 @@ HOOK(file_open, file_open)
     struct file *file = (void *)args[0];
     if (!(file->f_mode & FMODE_WRITE) || !is_file(file->f_inode))
         return 0;
-    return check(file->f_inode->i_sb, OPEN);
+    return check(file->f_inode, OPEN);
 }
 
 // open for writing, O_TRUNC, truncate; and, on the directory, everything that makes, moves or
@@ -168,38 +217,38 @@ HOOK(inode_permission, inode_permission)
     struct inode *inode = (void *)args[0];
     if (!((int)args[1] & MAY_WRITE) || !is_file(inode))
         return 0;
-    return check(inode->i_sb, NAMES);
+    return check(inode, NAMES);
 }
 
 // chmod, chown, utimes, truncate, ftruncate
 HOOK(inode_setattr_1, inode_setattr)
 {
-    return check(((struct dentry *)args[0])->d_sb, ATTRIBUTES);
+    return check_dentry(args[0], ATTRIBUTES);
 }
 
 HOOK(inode_setattr_2, inode_setattr)
 {
-    return check(((struct dentry *)args[1])->d_sb, ATTRIBUTES);
+    return check_dentry(args[1], ATTRIBUTES);
 }
 
 HOOK(inode_setxattr, inode_setxattr)
 {
-    return check(((struct dentry *)args[1])->d_sb, XATTR);
+    return check_dentry(args[1], XATTR);
 }
 
 HOOK(inode_removexattr, inode_removexattr)
 {
-    return check(((struct dentry *)args[1])->d_sb, XATTR);
+    return check_dentry(args[1], XATTR);
 }
 
 HOOK(inode_set_acl, inode_set_acl)
 {
-    return check(((struct dentry *)args[1])->d_sb, ACL);
+    return check_dentry(args[1], ACL);
 }
 
 HOOK(inode_remove_acl, inode_remove_acl)
 {
-    return check(((struct dentry *)args[1])->d_sb, ACL);
+    return check_dentry(args[1], ACL);
 }
 
 INLINE int check_ioctl(u64 *args)
@@ -207,7 +256,7 @@ INLINE int check_ioctl(u64 *args)
     u32 cmd = (u32)args[1];
     if (cmd != FS_IOC_SETFLAGS && cmd != FS_IOC32_SETFLAGS && cmd != FS_IOC_FSSETXATTR)
         return 0;
-    return check(((struct file *)args[0])->f_inode->i_sb, FLAGS);
+    return check(((struct file *)args[0])->f_inode, FLAGS);
 }
 
 HOOK(file_ioctl, file_ioctl)
@@ -222,7 +271,7 @@ HOOK(file_ioctl_compat, file_ioctl_compat)
 
 HOOK(inode_file_setattr, inode_file_setattr)
 {
-    return check(((struct dentry *)args[0])->d_sb, FLAGS);
+    return check_dentry(args[0], FLAGS);
 }
 
 // A shared mapping of a file that is open for writing can be made writable later (mprotect), where no
@@ -237,14 +286,14 @@ HOOK(mmap_file, mmap_file)
     if (!entry)
         return 0;
     if (over(entry))
-        return refuse(entry, MAPPING);
+        return refuse(entry, file->f_inode, MAPPING);
     if (entry->wishes & DENY_SHARED) {
-        refuse(entry, MAPPING);
+        refuse(entry, file->f_inode, MAPPING);
         return -EACCES;
     }
     // Noted before it is decided: who reads the note after the deadline misses none.
     *(volatile u32 *)&entry->shared = 1;
-    return over(entry) ? refuse(entry, MAPPING) : 0;
+    return over(entry) ? refuse(entry, file->f_inode, MAPPING) : 0;
 }
 
 // GPL-compatible, as the kernel demands of every LSM program; no helper here is for GPL alone.

@@ -16,6 +16,9 @@ pub(super) const ENTRIES: u32 = 16384;
 const MAGIC: u64 = u64::from_le_bytes(*b"ovf-gate");
 const SIZE: usize = ENTRIES as usize * size_of::<Raw>();
 
+/// A wish: no writable shared mapping, whatever the lease says.
+pub(super) const DENY_SHARED: u32 = 1;
+
 /// One session's entry.
 #[repr(C)]
 pub(super) struct Raw {
@@ -29,7 +32,8 @@ pub(super) struct Raw {
     pub dev: AtomicU32,
     pub wishes: AtomicU32,
     pub shared: AtomicU32,
-    reserved: AtomicU32,
+    /// When a refusal was told last, as the programs count.
+    told: AtomicU32,
     session: [AtomicU64; 2],
     /// By [`Row`].
     pub refused: [AtomicU64; Row::ALL.len()],
@@ -51,7 +55,7 @@ impl Raw {
         }
         let zero = [&self.newest].into_iter().chain(&self.refused);
         zero.for_each(|word| word.store(0, Ordering::Relaxed));
-        for word in [&self.wishes, &self.shared] {
+        for word in [&self.wishes, &self.shared, &self.told] {
             word.store(0, Ordering::Relaxed);
         }
         self.root_ino.store(root_ino, Ordering::SeqCst);
@@ -104,6 +108,11 @@ impl Table {
     pub(super) fn used(&self) -> impl Iterator<Item = (u32, &Raw)> {
         let last = self.at(0).shared.load(Ordering::SeqCst);
         self.entries().take_while(move |(at, _)| *at <= last)
+    }
+
+    /// Refusals that nobody took.
+    pub(super) fn lost(&self) -> u64 {
+        self.at(0).refused[0].load(Ordering::Relaxed)
     }
 
     /// To be called before an entry is taken, so that nobody overlooks it.

@@ -6,6 +6,7 @@
 //! /sys/fs/bpf/overfence/
 //! └── layout-1/              the version of what follows
 //!     ├── devices            hash: device of an overlay -> number of its entry
+//!     ├── refusals           ring buffer: what was refused, for the one agent that reads it
 //!     ├── entries            array, mapped by agents: deadline, generation, counters; 0 is the header
 //!     ├── <digest>/          one set of programs: each attachment, and its program
 //!     └── unfinished/        a set that is not attached whole; gone with the next start
@@ -28,6 +29,7 @@ mod btf;
 mod hooks;
 mod layout;
 mod pins;
+mod refusals;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -40,6 +42,7 @@ use rustix::io::Errno;
 use hooks::Row;
 use layout::{Raw, Table};
 use pins::Turn;
+pub use refusals::{Refusal, Refusals};
 
 use super::walk::{self, Info};
 use super::{At as _, Error, Result, clock};
@@ -49,6 +52,18 @@ use crate::model::ids::{Generation, SessionId};
 use crate::model::time::BootNs;
 
 type Devices = HashMap<MapData, u32, u32>;
+
+/// Why there is no gate, in words.
+pub fn why(fault: &Error) -> String {
+    use std::error::Error as _;
+    match fault {
+        Error::NoGate { reason } => reason.clone(),
+        other => match other.source() {
+            Some(source) => format!("{other}: {source}"),
+            None => other.to_string(),
+        },
+    }
+}
 
 fn no_gate(reason: String) -> Error {
     Error::NoGate { reason }
@@ -83,6 +98,16 @@ impl Gate {
     /// The ways to change a file that are not checked whole; none: it is complete.
     pub fn missing(&self) -> Vec<&'static str> {
         self.missing.iter().map(|row| row.name()).collect()
+    }
+
+    /// What is refused, as it happens; `None`: another agent of this host is told.
+    pub fn refusals(&self) -> Result<Option<Refusals>> {
+        Refusals::open().map_err(no_gate)
+    }
+
+    /// Refusals that were to be told and that nobody took.
+    pub fn lost(&self) -> u64 {
+        self.table.lost()
     }
 
     /// Whether it is still pinned as it was raised: root may have taken it away.
@@ -243,6 +268,11 @@ impl Entry {
         self.raw().shared.load(Ordering::SeqCst) != 0
     }
 
+    /// Refuses writable shared mappings from now on, also under a good lease.
+    pub fn deny_shared(&self) {
+        self.raw().wishes.store(layout::DENY_SHARED, Ordering::SeqCst);
+    }
+
     /// Mappings may have been made before anybody looked.
     pub fn assume_shared(&self) {
         self.raw().shared.store(1, Ordering::SeqCst);
@@ -263,17 +293,26 @@ impl Entry {
         let answer = rustix::fs::accessat(root, ".", Access::WRITE_OK, AtFlags::empty());
         let counted = counter.load(Ordering::SeqCst).wrapping_sub(before);
         match answer {
-            Err(Errno::ROFS) if counted > 0 => Ok(Some(Proof {
-                asked: "faccessat W_OK through the overlay; the gate's count of refusals"
-                    .to_owned(),
-                answer: format!("EROFS, +{counted}"),
-                at: clock::now(),
-                took_us: clock::micros_since(begun),
-            })),
+            Err(Errno::ROFS) if counted > 0 => {
+                // This was no writer's.
+                counter.fetch_sub(1, Ordering::SeqCst);
+                Ok(Some(Proof {
+                    asked: "faccessat W_OK through the overlay; the gate's count of refusals"
+                        .to_owned(),
+                    answer: format!("EROFS, +{counted}"),
+                    at: clock::now(),
+                    took_us: clock::micros_since(begun),
+                }))
+            }
             Ok(()) | Err(Errno::ROFS) => Ok(None),
             Err(e) => Err(e).at("write-probe", "the overlay's root"),
         }
     }
+}
+
+/// The ways to change a file that are told apart.
+pub fn ways() -> [&'static str; 8] {
+    Row::ALL.map(Row::name)
 }
 
 /// Whether the kernel takes the programs, and the rows that they would leave unchecked.

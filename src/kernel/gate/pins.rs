@@ -30,7 +30,7 @@ static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ga
 pub(super) type Why = String;
 
 /// An error with its causes, without the verifier's pages.
-fn told(fault: &dyn std::error::Error) -> Why {
+pub(super) fn told(fault: &dyn std::error::Error) -> Why {
     let mut line = String::new();
     let mut next = Some(fault);
     while let Some(fault) = next {
@@ -139,8 +139,12 @@ pub(super) fn raise(_turn: &Turn) -> Result<Raised, Why> {
                 let missing = header.missing;
                 return Ok(Raised { table, devices, missing, id: map_id()? });
             }
-            // Somebody took a part of it away: the same again, on the same maps.
-            Some(_) => remove_tree(&set)?,
+            // Somebody took a part of it away: what is left goes on until the same is attached again.
+            Some(_) => {
+                let broken = dir.join("broken");
+                remove_tree(&broken)?;
+                std::fs::rename(&set, &broken).map_err(at("rename", &set))?;
+            }
             None => {
                 return Err(format!("{} has no header of ours", dir.join("entries").display()));
             }
@@ -159,12 +163,29 @@ pub(super) fn raise(_turn: &Turn) -> Result<Raised, Why> {
     Ok(raised)
 }
 
+/// A map of ours.
+pub(super) fn pinned(name: &str) -> Result<MapData, Why> {
+    MapData::from_pin(layout_dir().join(name)).map_err(|e| told(&e))
+}
+
+/// Held by the only one who may read the refusals; `None`: somebody else does.
+pub(super) fn only_reader() -> Result<Option<OwnedFd>, Why> {
+    let dir = layout_dir();
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fault = |e| format!("cannot lock {}: {e}", dir.display());
+    let fd = rustix::fs::open(&dir, flags, Mode::empty()).map_err(fault)?;
+    match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(fd)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(e) => Err(fault(e)),
+    }
+}
+
 fn pinned_maps(dir: &Path) -> Result<(Table, Devices), Why> {
-    let open = |name: &str| MapData::from_pin(dir.join(name)).map_err(|e| told(&e));
-    let entries = open("entries")?;
+    let entries = pinned("entries")?;
     let table = Table::new(entries.fd().as_fd())
         .map_err(|e| format!("cannot map {}: {e}", dir.join("entries").display()))?;
-    let devices = HashMap::try_from(Map::HashMap(open("devices")?)).map_err(|e| told(&e))?;
+    let devices = HashMap::try_from(Map::HashMap(pinned("devices")?)).map_err(|e| told(&e))?;
     Ok((table, devices))
 }
 
@@ -194,8 +215,7 @@ fn attach(dir: &Path, set: &Path) -> Result<Raised, Why> {
 }
 
 fn map_id() -> Result<u32, Why> {
-    let map = MapData::from_pin(layout_dir().join("entries")).map_err(|e| told(&e))?;
-    map.info().map(|info| info.id()).map_err(|e| told(&e))
+    pinned("entries")?.info().map(|info| info.id()).map_err(|e| told(&e))
 }
 
 /// Whether the programs are pinned whole, with this map.
@@ -220,7 +240,7 @@ fn load(maps: Option<&Path>) -> Result<(Ebpf, Plan), Why> {
     let mut loader = EbpfLoader::new();
     loader.btf(Some(&kernel));
     if let Some(dir) = maps {
-        for name in ["devices", "entries"] {
+        for name in ["devices", "entries", "refusals"] {
             loader.map_pin_path(name, dir.join(name));
         }
     }
@@ -258,7 +278,12 @@ fn remove_tree(dir: &Path) -> Result<(), Why> {
         if path.is_dir() {
             remove_tree(&path)?;
         } else {
-            std::fs::remove_file(&path).map_err(at("remove", &path))?;
+            match std::fs::remove_file(&path) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(at("remove", &path)(e));
+                }
+                _ => {}
+            }
         }
     }
     match std::fs::remove_dir(dir) {

@@ -221,6 +221,27 @@ pub struct GateView {
     pub shared_mappings: bool,
     /// Calls that were refused, by the way in which they would have changed a file.
     pub refused: BTreeMap<String, u64>,
+    /// The last one that was told.
+    pub last: Option<RefusedCall>,
+}
+
+/// A call that the lease gate refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct RefusedCall {
+    /// When, nanoseconds on CLOCK_BOOTTIME.
+    pub boot_ns: u64,
+    /// The deadline that had passed; 0 where the lease was lost before it.
+    pub deadline: u64,
+    /// The session's generation then.
+    pub generation: u64,
+    /// The way in which a file was to be changed.
+    pub op: String,
+    /// Process id on the host.
+    pub pid: u32,
+    /// The command's name.
+    pub command: String,
+    /// Inode number of the file or directory in the overlay.
+    pub inode: u64,
 }
 
 /// A seal, or its end, under way.

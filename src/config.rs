@@ -144,8 +144,21 @@ pub struct FenceKeys {
     pub on_slow_freeze: OnSlowFreeze,
     /// What to do with a session fenced only for doubt.
     pub after_doubt: AfterDoubt,
+    /// Whether the lease gate is used, where the host has it.
+    pub gate: GateUse,
     /// What becomes of writable shared mappings, where the lease gate is.
     pub shared_mappings: SharedMappings,
+}
+
+/// Whether the kernel compares each write with the lease.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GateUse {
+    /// Where the host has it.
+    #[default]
+    Use,
+    /// Not: the fence alone.
+    Off,
 }
 
 /// Stores into a mapping are no calls: the lease gate does not see them.
@@ -290,6 +303,7 @@ impl Default for FenceKeys {
             freeze_deadline,
             on_slow_freeze,
             after_doubt,
+            gate: GateUse::default(),
             shared_mappings: SharedMappings::default(),
         }
     }

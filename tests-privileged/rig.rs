@@ -23,6 +23,9 @@ pub fn config(place: &Place) -> Config {
         ),
         ..Config::default()
     };
+    if std::env::var_os(crate::host::GATE).is_some_and(|wish| wish == "off") {
+        config.fence.gate = overfence::config::GateUse::Off;
+    }
     config.socket = config.runtime_dir.join("overfence.sock");
     config.high_water_file = config.state_dir.join("high-water");
     config.evidence_anchor_file = config.state_dir.join("evidence.anchors");

@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::effects::text;
 use super::host::Host;
 use super::slot::{Inner, Slot};
-use crate::config::SharedMappings;
+use crate::config::{GateUse, SharedMappings};
 use crate::kernel::clock;
 use crate::kernel::gate::{self, Entry, Gate, Refusal, Refusals};
 use crate::model::facts::Fact;
@@ -29,8 +29,11 @@ pub(super) struct HostGate {
 
 impl HostGate {
     /// Adopts what stands, or puts it up.
-    pub(super) fn raise() -> Self {
-        let gate = Gate::raise().map(Arc::new).map_err(|fault| gate::why(&fault));
+    pub(super) fn raise(wish: GateUse) -> Self {
+        let gate = match wish {
+            GateUse::Use => Gate::raise().map(Arc::new).map_err(|fault| gate::why(&fault)),
+            GateUse::Off => Err("it is switched off (fence.gate = \"off\")".to_owned()),
+        };
         match &gate {
             Ok(gate) if gate.missing().is_empty() => tracing::info!("the lease gate is complete"),
             Ok(gate) => tracing::warn!("the lease gate misses {}", gate.missing().join(", ")),

@@ -155,6 +155,7 @@ impl Host {
     pub fn new(parts: Parts) -> crate::kernel::Result<Arc<Self>> {
         let Parts { config, paths, boot, store, authority, layers, table, runtime, sockets } =
             parts;
+        let gate = super::gate::HostGate::raise(config.fence.gate);
         Ok(Arc::new(Self {
             id: store.host(),
             gone: GoneProver { watch: UnmountWatch::new()?, scratch: paths.state.clone() },
@@ -167,7 +168,7 @@ impl Host {
             deadlines: Deadlines::new()?,
             renewals: Mutex::default(),
             events: CgroupEvents::new()?,
-            gate: super::gate::HostGate::raise(),
+            gate,
             metrics: Metrics::new(),
             pulse: Pulse::default(),
             breaker: super::breaker::Shared::default(),

@@ -60,6 +60,12 @@ const KEYS: &[(&str, &str, &str)] = &[
         "",
     ),
     (
+        "fence.gate",
+        "\"use\": the kernel compares each write with the lease, where the host can; \"off\": it does \
+         not, and the fence stands alone. Read at the start.",
+        "",
+    ),
+    (
         "fence.shared_mappings",
         "Where the lease gate is: \"freeze\" lets sessions map files shared and writable, and the \
          freeze stops who stores into them; \"deny\" refuses such mappings from the start (EACCES), \

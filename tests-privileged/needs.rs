@@ -50,6 +50,8 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("container::a_hybrid_host_gives_a_part_of_the_hierarchy", &["podman", "hybrid-cgroups"]),
     ("container::", &["podman"]),
     ("delta::a_diff_is_what_podman_says_where_it_answers", &["podman"]),
+    ("outside::skopeo_and_umoci_unpack_what_was_mounted", &["skopeo", "umoci"]),
+    ("outside::skopeo_reads_a_bundle_and_copies_it_whole", &["skopeo"]),
     // An ext4 of their own; and the flag needs a capability that a container does not have.
     ("seal::", &["loop-devices"]),
     ("round_trip::an_upper_comes_back_as_the_model_on_ext4", &["loop-devices"]),
@@ -110,7 +112,7 @@ struct Answer {
 }
 
 /// What tests need and overfence does not.
-fn beside_doctor() -> [(String, (bool, String)); 8] {
+fn beside_doctor() -> [(String, (bool, String)); 10] {
     let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
     let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
     let field =
@@ -123,6 +125,8 @@ fn beside_doctor() -> [(String, (bool, String)); 8] {
     let detail = format!("root is confined: seccomp mode {}, lacks {lacks:?}", field("Seccomp:"));
     [
         ("podman", there("/usr/bin/podman")),
+        ("skopeo", there("/usr/bin/skopeo")),
+        ("umoci", there("/usr/bin/umoci")),
         ("systemd-nspawn", there("/usr/bin/systemd-nspawn")),
         ("loop-devices", there("/dev/loop-control")),
         ("fuse", there("/dev/fuse")),

@@ -185,6 +185,9 @@ pub struct PreserveKeys {
     /// From one sweep to the next.
     #[serde(with = "duration")]
     pub sweep: Duration,
+    /// From one reading of all stored layers to the next.
+    #[serde(with = "duration")]
+    pub scrub: Duration,
 }
 
 /// `[checkpoint]`
@@ -312,6 +315,7 @@ impl Default for PreserveKeys {
             grace: Policy::default().grace,
             min_notice: Duration::from_secs(3600),
             sweep: Duration::from_secs(30),
+            scrub: Duration::from_secs(86_400),
         }
     }
 }
@@ -417,6 +421,7 @@ impl Config {
         for (key, span) in [
             ("fence.freeze_deadline", self.fence.freeze_deadline),
             ("preserve.sweep", self.preserve.sweep),
+            ("preserve.scrub", self.preserve.scrub),
             ("checkpoint.max_freeze", self.checkpoint.max_freeze),
         ] {
             if span.is_zero() {

@@ -2,7 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -169,26 +169,12 @@ impl Host {
 
     /// Asks the API without the command line.
     pub fn http(&self, method: &str, path: &str, body: &str) -> Answer {
-        let mut stream = UnixStream::connect(self.dir.join("run/overfence.sock")).unwrap();
-        let length = body.len();
-        // At once: a refusal may come, and the connection end, before the body is read.
-        let request = format!(
-            "{method} {path} HTTP/1.0\r\nHost: overfence\r\nContent-Length: {length}\r\n\r\n{body}"
-        );
-        stream.write_all(request.as_bytes()).unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-        let field = |name: &str| {
-            let lines = head.lines().filter_map(|line| line.split_once(": "));
-            let mut values = lines.filter(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, v)| v);
-            values.next().unwrap_or_default().to_owned()
-        };
-        Answer {
-            status: head.split(' ').nth(1).unwrap().parse().unwrap(),
-            kind: field("content-type"),
-            body: body.to_owned(),
-        }
+        self.try_http(method, path, body).unwrap()
+    }
+
+    /// The same; none if the agent is gone before it has answered whole.
+    pub fn try_http(&self, method: &str, path: &str, body: &str) -> Option<Answer> {
+        ask_at(&self.dir.join("run/overfence.sock"), method, path, body)
     }
 
     /// A counter or gauge, by its name with its labels and without the prefix.
@@ -216,6 +202,30 @@ impl Host {
     pub fn open(&self, workspace: &str, ttl: &str) -> Value {
         self.must(&["session", "open", "-w", workspace, "--create", "--ttl", ttl])
     }
+}
+
+/// Asks the API that listens there.
+pub fn ask_at(socket: &Path, method: &str, path: &str, body: &str) -> Option<Answer> {
+    let mut stream = UnixStream::connect(socket).ok()?;
+    let length = body.len();
+    // At once: a refusal may come, and the connection end, before the body is read.
+    let request = format!(
+        "{method} {path} HTTP/1.0\r\nHost: overfence\r\nContent-Length: {length}\r\n\r\n{body}"
+    );
+    stream.write_all(request.as_bytes()).ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).ok()?;
+    let (head, body) = answer.split_once("\r\n\r\n")?;
+    let field = |name: &str| {
+        let lines = head.lines().filter_map(|line| line.split_once(": "));
+        let mut values = lines.filter(|(n, _)| n.eq_ignore_ascii_case(name)).map(|(_, v)| v);
+        values.next().unwrap_or_default().to_owned()
+    };
+    Some(Answer {
+        status: head.split(' ').nth(1)?.parse().ok()?,
+        kind: field("content-type"),
+        body: body.to_owned(),
+    })
 }
 
 /// What the API answered.

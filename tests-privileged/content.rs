@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -19,6 +20,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i1_a_revert_is_a_publication_under_a_lease", run: reverted },
         Test { name: "i8_a_revert_survives_a_kill_at_every_effect", run: killed },
         Test { name: "damage_is_named_and_never_mounted", run: damaged },
+        Test { name: "damage_is_found_before_it_is_needed", run: scrubbed },
     ]
 }
 
@@ -91,20 +93,20 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
 }
 
 /// A layer as an image has it: type, blob, digest of its tar.
-type Layer = (&'static str, Vec<u8>, String);
+pub type Layer = (&'static str, Vec<u8>, String);
 
 const TYPE: &str = "application/vnd.oci.image.layer.v1.tar";
 const GZIP: &str = "application/vnd.oci.image.layer.v1.tar+gzip";
 const ZSTD: &str = "application/vnd.oci.image.layer.v1.tar+zstd";
 
-fn plain(entries: &[(&str, &str)]) -> Layer {
+pub fn plain(entries: &[(&str, &str)]) -> Layer {
     let tar = tar(entries);
     let digest = sha(&tar);
     (TYPE, tar, digest)
 }
 
 /// Writes an OCI image layout.
-fn image(dir: &Path, layers: &[Layer]) -> PathBuf {
+pub fn image(dir: &Path, layers: &[Layer]) -> PathBuf {
     let blobs = dir.join("blobs/sha256");
     fs::create_dir_all(&blobs).unwrap();
     let put = |kind: &str, bytes: &[u8]| {
@@ -293,23 +295,27 @@ fn reverted(place: &Place) {
 
 fn killed(place: &Place) {
     let revert = ["workspace", "revert", "-w", "w", "--to", "1"];
-    let prepared = |name: &str| {
-        let mut host = started(place, name);
-        publish(&host, "one");
-        publish(&host, "two");
-        host.kill_agent();
-        host
+    let mut host = started(place, "h");
+    publish(&host, "one");
+    publish(&host, "two");
+    host.kill_agent();
+    // Each kill begins from the same state.
+    let (state, saved) = (host.dir.join("state"), host.dir.join("saved"));
+    let copy = |from: &Path, to: &Path| {
+        let done = Command::new("cp").arg("-a").args([from, to]).status();
+        assert!(done.unwrap().success());
     };
-    let mut counting = prepared("count");
-    let log = counting.dir.join("points");
-    assert!(counting.start(Some(&format!("log={}", log.display()))));
+    copy(&state, &saved);
+    let log = host.dir.join("points");
+    assert!(host.start(Some(&format!("log={}", log.display()))));
     let before = fs::read_to_string(&log).unwrap().lines().count();
-    counting.must(&revert);
+    host.must(&revert);
     let points = fs::read_to_string(&log).unwrap().lines().count();
-    counting.stop();
     assert!(points - before >= 6, "{}", fs::read_to_string(&log).unwrap());
     for hit in before + 1..=points {
-        let mut host = prepared(&format!("k{hit}"));
+        host.kill_agent();
+        fs::remove_dir_all(&state).unwrap();
+        copy(&saved, &state);
         let done = host.start(Some(&format!("die={hit}"))) && host.ask(&revert).0 == 0;
         host.kill_agent();
         assert!(host.start(None), "{hit}: {}", host.log());
@@ -323,9 +329,50 @@ fn killed(place: &Place) {
         assert_eq!(merged.join("two").exists(), version == 2, "{hit}");
         host.must(&["session", "close", &id_of(&opened)]);
         assert_eq!(host.must(&["evidence", "verify"])["ok"], true, "{hit}");
-        host.stop();
     }
     eprintln!("killed and recovered at {} points", points - before);
+}
+
+fn scrubbed(place: &Place) {
+    let mut host = Host::new(place, "h");
+    let text = fs::read_to_string(&host.config).unwrap() + "[preserve]\nscrub = \"1s\"\n";
+    fs::write(&host.config, text).unwrap();
+    assert!(host.start(None), "{}", host.log());
+    publish(&host, "one");
+    let w = publish(&host, "two");
+    let top = w["head"][1].as_str().unwrap().strip_prefix("sha256:").unwrap().to_owned();
+    let blob = host.dir.join("state/layers").join(&top).join("layer.tar.zst");
+    let found = || -> Vec<Value> {
+        let told = host.must(&["evidence", "show"]);
+        let all = told.as_array().unwrap().iter().filter(|e| e["kind"] == "layer_damaged");
+        all.cloned().collect()
+    };
+    let gauge = |n: u32| {
+        let line = format!("overfence_layers_damaged {n}");
+        host.http("GET", "/metrics", "").body.lines().any(|told| told == line)
+    };
+    assert!(gauge(0));
+    let good = fs::read(&blob).unwrap();
+    fs::write(&blob, &good[..good.len() - 1]).unwrap();
+    let wait = |what: &str, fits: &dyn Fn() -> bool| {
+        let begun = std::time::Instant::now();
+        while !fits() {
+            let limit = crate::host::paced(std::time::Duration::from_secs(30));
+            assert!(begun.elapsed() < limit, "{what}: {}", host.log());
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+    };
+    wait("it is found", &|| gauge(1));
+    wait("it is told", &|| !found().is_empty());
+    assert!(found()[0]["detail"]["layer"].as_str().unwrap().contains(&top));
+    assert_eq!(found()[0]["detail"]["heads"], json!(["w"]));
+    let said = refused(&host, 1, &["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]);
+    assert!(said.contains("damaged") && said.contains(&top), "{said}");
+    // Brought back, it is found whole by itself; and damage was told once.
+    fs::write(&blob, &good).unwrap();
+    wait("it is whole again", &|| gauge(0));
+    assert_eq!(found().len(), 1);
+    assert_eq!(seen(&host, "w"), names(&["one", "two"]));
 }
 
 fn damaged(place: &Place) {

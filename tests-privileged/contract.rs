@@ -172,6 +172,12 @@ fn json_alone(place: &Place) {
     asked.of("status", &[]);
     assert_eq!(asked.of("breaker show", &[])["open"], false);
     assert_eq!(asked.of("breaker reset", &["--reason", "a test"])["open"], false);
+    let copy = host.dir.join("copy").display().to_string();
+    assert_eq!(asked.of("backup", &["--dest", &copy, "--with-keys"])["keys"], true);
+    let elsewhere = host.dir.join("elsewhere.toml");
+    std::fs::write(&elsewhere, format!("state_dir = {:?}\n", host.dir.join("elsewhere"))).unwrap();
+    let args = ["--from", &copy, "--config", elsewhere.to_str().unwrap(), "--yes"];
+    assert_eq!(asked.of("restore", &args)["backup"]["keys"], true);
     asked.of("drain", &["--yes"]);
 
     let known: BTreeSet<String> =

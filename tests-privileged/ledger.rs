@@ -16,6 +16,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i7_an_answer_lost_after_the_commit", run: lost_after },
         Test { name: "i7_a_killed_agent_resolves_what_it_had_sent", run: killed_while_sent },
         Test { name: "i7_the_next_writer_is_told_first", run: takeover },
+        Test { name: "i7_a_revert_whose_answer_is_lost", run: lost_revert },
         Test { name: "i7_a_request_is_sent_once_by_two_writers", run: sent_once },
         Test { name: "i7_requests_from_inside_a_session", run: inside },
         Test { name: "i9_no_request_is_begun_in_doubt", run: doubt },
@@ -608,4 +609,55 @@ fn refusals(place: &Place) {
     refuse(&id_of(&a), "stale_generation");
     let view = host.must(&["session", "inspect", &id_of(&a)]);
     assert_eq!(std::fs::read_to_string(path_of(&view, "upper").join("f")).unwrap(), "of a");
+}
+
+fn lost_revert(place: &Place) {
+    for (n, point, happened) in
+        [(0, "authority.publish.before", false), (1, "authority.publish.after", true)]
+    {
+        let mut host = Host::new(place, &format!("h{n}"));
+        let (sent, resolved) =
+            (Switch::off(&host, "sent").on(), Switch::off(&host, "resolved").on());
+        assert!(host.start(None));
+        for text in ["one", "two"] {
+            let opened = host.open("w", &paced_ttl(60));
+            write(&opened, "f", text);
+            host.must(&["session", "close", &id_of(&opened), "--checkpoint"]);
+        }
+        host.kill_agent();
+        let plan = format!("{};{}", sent.plan(point), resolved.plan("authority.resolve.before"));
+        assert!(host.start(Some(&plan)));
+        let ask = ["workspace", "revert", "-w", "w", "--to", "1", "--reason", "a bad build"];
+        let (code, said) = refused(&host, &ask);
+        assert_eq!(code, 4, "{said}");
+        assert!(said.contains("unknown_publication"), "{said}");
+        // It is in the ledger as any other, with somebody to see to it: open, unless the authority's
+        // own row says already what became of it.
+        let row = publications(&host, true).remove(0);
+        let key = row["key"].as_str().unwrap();
+        assert!(said.contains(key), "{said}: {row:#}");
+        let state = if happened { "COMMITTED" } else { "UNKNOWN" };
+        assert_eq!((&row["state"], row["assignee"].is_string()), (&state.into(), true), "{row:#}");
+        // The next writer learns of what is open before its first publication.
+        let next = host.open("w", &paced_ttl(60));
+        let told = next["unresolved"].as_array().map_or(0, Vec::len);
+        assert_eq!(told, usize::from(!happened), "{next:#}");
+        host.must(&["session", "close", &id_of(&next)]);
+        resolved.over();
+        wait(&host, "the revert is resolved", || publications(&host, false).is_empty());
+        sent.over();
+        let row = host.must(&["publication", "show", key]);
+        let expected = if happened { ("COMMITTED", 3, "one") } else { ("REJECTED", 2, "two") };
+        assert_eq!(row["state"], expected.0, "{row:#}");
+        assert_eq!((version(&host), stored(&host, "f").unwrap()), (expected.1, expected.2.into()));
+        assert_eq!(history(&host, "published") as u64, expected.1);
+        let told = host.must(&["evidence", "show"]);
+        let resolved = told.as_array().unwrap().iter().filter(|e| e["kind"] == "resolve");
+        assert_eq!(resolved.count(), usize::from(!happened), "{told:#}");
+        // What is buried stays so, and another revert goes through.
+        host.must(&["workspace", "revert", "-w", "w", "--to", if happened { "2" } else { "1" }]);
+        let all = publications(&host, true);
+        assert_eq!(all.len(), 4, "{all:?}");
+        assert_eq!(all[0]["state"], "COMMITTED");
+    }
 }

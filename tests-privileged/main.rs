@@ -9,18 +9,22 @@
 
 mod agent_process;
 mod at_large;
+mod backup;
 mod breakers;
 mod bring_back;
+mod compete;
 mod confinement;
 mod container;
 mod content;
 mod contract;
 mod daemon;
+mod deep;
 mod delta;
 mod demo;
 mod faults;
 mod full_disk;
 mod gate;
+mod gc;
 mod host;
 mod hostile;
 mod image;
@@ -30,9 +34,11 @@ mod kept;
 mod kernel_facts;
 mod leases;
 mod ledger;
+mod linear;
 mod main_job;
 mod needs;
 mod openapi;
+mod outside;
 mod package;
 mod races;
 mod rebase;
@@ -62,6 +68,8 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("at_large", at_large::tests()),
         ("races", races::tests()),
         ("ledger", ledger::tests()),
+        ("linear", linear::tests()),
+        ("compete", compete::tests()),
         ("kept", kept::tests()),
         ("runbook", runbook::tests()),
         ("signals", signals::tests()),
@@ -71,12 +79,16 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("faults", faults::tests()),
         ("rollback", rollback::tests()),
         ("content", content::tests()),
+        ("gc", gc::tests()),
+        ("deep", deep::tests()),
+        ("backup", backup::tests()),
         ("daemon", daemon::tests()),
         ("kernel_facts", kernel_facts::tests()),
         ("delta", delta::tests()),
         ("hostile", hostile::tests()),
         ("keeping", keeping::tests()),
         ("round_trip", round_trip::tests()),
+        ("outside", outside::tests()),
         ("bring_back", bring_back::tests()),
         ("rebase", rebase::tests()),
         ("gate", gate::tests()),
@@ -101,6 +113,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
 
 fn main() {
     writers::act_if_asked();
+    compete::rival_if_asked();
     if let Some(name) = host::child_request() {
         host::run_child(&all(), &name);
     }

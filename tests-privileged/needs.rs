@@ -29,6 +29,10 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("restart::i8_killed_at_every_effect_on_an_image_3", IMAGES),
     ("restart::i8_killed_at_every_effect_on_an_image_4", IMAGES),
     ("kept::a_loop_device_on_a_file_without_a_name_is_named", &["loop-devices"]),
+    // They go through what an image adds, too.
+    ("faults::every_effect_can_be_made_to_fail", IMAGES),
+    ("faults::eio_at_every_effect_is_told_and_survived", IMAGES),
+    ("faults::emfile_at_every_call_is_told_and_survived", IMAGES),
     ("kept::who_hangs_on_a_dead_server_delays_no_search_for_holders", &["fuse"]),
     // Otherwise it is the engine's filter that answers.
     ("kernel_facts::no_file_of_an_overlay_can_be_swap", &["unconfined-root"]),
@@ -50,6 +54,8 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("container::a_hybrid_host_gives_a_part_of_the_hierarchy", &["podman", "hybrid-cgroups"]),
     ("container::", &["podman"]),
     ("delta::a_diff_is_what_podman_says_where_it_answers", &["podman"]),
+    ("outside::skopeo_and_umoci_unpack_what_was_mounted", &["skopeo", "umoci"]),
+    ("outside::skopeo_reads_a_bundle_and_copies_it_whole", &["skopeo"]),
     ("seal::on_xfs_an_open_descriptor_goes_on_and_the_proof_says_so", &["loop-devices", "xfs"]),
     ("seal::on_btrfs_an_open_descriptor_goes_on_and_the_proof_says_so", &["loop-devices", "btrfs"]),
     ("sealed::", &["loop-devices"]),
@@ -113,7 +119,7 @@ struct Answer {
 }
 
 /// What tests need and overfence does not.
-fn beside_doctor() -> [(String, (bool, String)); 10] {
+fn beside_doctor() -> [(String, (bool, String)); 12] {
     let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
     let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
     let field =
@@ -126,6 +132,8 @@ fn beside_doctor() -> [(String, (bool, String)); 10] {
     let detail = format!("root is confined: seccomp mode {}, lacks {lacks:?}", field("Seccomp:"));
     [
         ("podman", there("/usr/bin/podman")),
+        ("skopeo", there("/usr/bin/skopeo")),
+        ("umoci", there("/usr/bin/umoci")),
         ("systemd-nspawn", there("/usr/bin/systemd-nspawn")),
         ("loop-devices", there("/dev/loop-control")),
         ("fuse", there("/dev/fuse")),

@@ -245,6 +245,8 @@ fn served(place: &Place) {
         api.good("get", path, "", "", none.clone());
     }
     api.good("post", "/v1/breaker/reset", "", "", json!({ "reason": "test" }));
+    let dest = api.host.dir.join("backup").display().to_string();
+    api.good("post", "/v1/backup", "", "", json!({ "dest": dest }));
     api.good("post", "/v1/drain", "", "", json!({}));
     assert_eq!(api.asked, operations(&api.document), "not all that is documented was asked for");
 }

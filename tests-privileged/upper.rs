@@ -478,7 +478,8 @@ fn the_walk_itself_crosses_no_mount(place: &Place) {
     let host = Host::new(place, |top| fs::create_dir_all(top.join("a/mnt")).unwrap());
     let point = host.store.ensure_tree(host.base).unwrap().join("a/mnt");
     mount(Some(&outside), &point, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
-    let error = host.store.remove(host.base).unwrap_err();
+    host.store.settle([host.base]);
+    let error = host.store.remove(&host.store.doom(host.base).unwrap()).unwrap_err();
     assert_eq!(error.errno(), Some(Errno::BUSY), "{error}");
     assert_eq!(fs::read(outside.join("precious")).unwrap(), b"kept");
     // The store forgot the layer by then; the sweep at the next start finishes once it can.

@@ -362,7 +362,13 @@ impl Host {
             }
             Err(e) => return Err(text(e)),
         };
-        let captured = Event::Captured { key, layer };
+        self.judged(slot, s, Event::Captured { key, layer }).inspect_err(|_| {
+            self.layers.settle(layer);
+        })
+    }
+
+    /// A capture, and what speaks against it.
+    fn judged(&self, slot: &Slot, s: &Session, captured: Event) -> Answered {
         let (cgroup, mounted) = {
             let inner = slot.lock();
             (inner.cgroup.clone(), inner.mounted.clone())

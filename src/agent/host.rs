@@ -101,6 +101,8 @@ pub struct Host {
     pub(super) opening: Mutex<usize>,
     /// Turns for reading whole uppers for somebody who only looks.
     pub(super) diffs: Arc<Semaphore>,
+    /// Held while layers are removed, or copied into a backup.
+    keeping: Mutex<()>,
     /// Held while a slice is looked at and taken.
     slices: Mutex<()>,
     stopping: AtomicBool,
@@ -120,6 +122,8 @@ pub struct HostState {
     pub preserved_bytes: u64,
     /// Sessions that were closed since the last sweep.
     pub closed: u64,
+    /// A revert's answer was lost: it is asked for at each tick, not at each sweep only.
+    pub lost_revert: bool,
     /// When old publications were last forgotten.
     pub pruned: Option<BootNs>,
 }
@@ -178,6 +182,7 @@ impl Host {
             image_sync: Arc::new(Semaphore::new(IMAGES)),
             opening: Mutex::default(),
             diffs: Arc::new(Semaphore::new(2)),
+            keeping: Mutex::new(()),
             slices: Mutex::new(()),
             stopping: AtomicBool::new(false),
             draining: AtomicBool::new(false),
@@ -219,6 +224,11 @@ impl Host {
     pub fn slots_of(&self, workspace: &WorkspaceId) -> Vec<Arc<Slot>> {
         let sessions = self.sessions.read().unwrap_or_else(PoisonError::into_inner);
         sessions.values().filter(|slot| slot.workspace == *workspace).cloned().collect()
+    }
+
+    /// Layers that something names are neither removed nor copied into a backup by anybody else.
+    pub fn keeping(&self) -> MutexGuard<'_, ()> {
+        self.keeping.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn census(&self) -> MutexGuard<'_, Census> {

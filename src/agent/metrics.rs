@@ -77,6 +77,7 @@ pub struct Metrics {
     refused: Family<ByReason, Counter>,
     requests_refused: Family<ByReason, Counter>,
     unresolved: Family<ByKind, Gauge>,
+    layers_damaged: Gauge,
     writes_refused: Family<ByOp, Counter>,
     fences: Family<ByFact, Counter>,
     effects: Family<ByEffect, Counter>,
@@ -132,6 +133,12 @@ impl Metrics {
             "unresolved",
             "Publications and external requests without a known outcome",
             Family::clone(&unresolved),
+        );
+        let layers_damaged = Gauge::default();
+        registry.register(
+            "layers_damaged",
+            "Stored layers that a reading found damaged; they are not mounted",
+            layers_damaged.clone(),
         );
         let writes_refused = Family::<ByOp, Counter>::default();
         for op in crate::kernel::gate::ways() {
@@ -217,6 +224,7 @@ impl Metrics {
             refused,
             requests_refused,
             unresolved,
+            layers_damaged,
             writes_refused,
             fences,
             effects,
@@ -268,6 +276,11 @@ impl Metrics {
                 .get_or_create(&ByKind { kind })
                 .set(i64::try_from(n).unwrap_or(i64::MAX));
         }
+    }
+
+    /// How many layers are damaged.
+    pub fn layers_damaged(&self, n: usize) {
+        self.layers_damaged.set(i64::try_from(n).unwrap_or(i64::MAX));
     }
 
     /// An effect that was done or failed.

@@ -9,6 +9,7 @@
 //! watch     (thread)              cgroup.events of all sessions, mounts -> ForeignThaw, ReadOnlyLost
 //! renew     (task)                signs of life                 -> Renewed, RenewalMissed, LeaseLost
 //! sweep     (task)                every second and every 30 s   -> Tick, Witnessed, readmission by policy
+//! scrub     (task)                every day                     -> damaged layers named
 //! keep      (blocking, now and then)  where processes are, mounts, uppers -> MovedOut, UpperChanged
 //! tell      (task)                all of these going round      -> WATCHDOG=1 and STATUS= to systemd
 //! worker    (blocking, one a session while it has work)         effects -> their answers
@@ -20,6 +21,7 @@
 
 mod admission;
 mod agenda;
+mod backup;
 mod breaker;
 mod census;
 mod deadlines;
@@ -39,6 +41,7 @@ mod paths;
 mod pulse;
 mod recover;
 mod renew;
+mod scrub;
 mod seal;
 mod show;
 mod shutdown;
@@ -51,6 +54,7 @@ mod view;
 mod watch;
 mod witness;
 
+pub use backup::restore;
 pub use handle::{Agent, Sign};
 pub use host::SessionSocket;
 pub use shutdown::end_sessions;

@@ -536,10 +536,9 @@ impl Host {
         if at.head.0.is_empty() {
             return Ok(vec![self.paths.empty.clone()]);
         }
-        let tree = |layer: &Digest| {
-            self.layers.ensure_tree(*layer).map_err(|e| Failure::new(Code::MountFailed, text(e)))
-        };
-        at.head.0.iter().map(tree).collect()
+        self.layers
+            .lowers(&at.head.0, &|| self.stopping())
+            .map_err(|e| Failure::new(Code::MountFailed, text(e)))
     }
 
     /// The root of the merged tree: as the topmost layer has it, or the workload's own in an empty

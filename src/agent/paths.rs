@@ -19,6 +19,17 @@ use crate::config::Config;
 use crate::model::ids::SessionId;
 use crate::model::session::Session;
 
+/// Where the store keeps its files.
+pub fn of_store(config: &Config) -> crate::store::Paths {
+    crate::store::Paths {
+        state: config.state_dir.clone(),
+        keys: config.keys_dir.clone(),
+        anchors: config.evidence_anchor_file.clone(),
+        high_water: config.high_water_file.clone(),
+        reserve: config.reserve_mib.saturating_mul(1 << 20),
+    }
+}
+
 /// All paths that are not a session's own.
 #[derive(Clone, Debug)]
 pub struct Paths {

@@ -112,19 +112,28 @@ impl Host {
             }
         }
         self.judge_breaker();
+        if let Err(why) = self.finish_burials() {
+            tracing::error!("layers that were being removed: {why}");
+        }
         self.finish_removals()?;
         self.table().clear_torn().map_err(text)?;
         Ok(started)
     }
 
-    /// What lies in the trash may take minutes, by a workload's doing: nobody waits for it. Removals
-    /// of sessions that have a record are their workers' to finish.
-    fn finish_removals(self: &Arc<Self>) -> Result<(), String> {
-        let mut left = remove::trashed(&self.paths.trash).map_err(text)?;
+    /// What lies in the trash and no session's worker removes.
+    pub fn trash_of_nobody(&self) -> crate::upper::Result<Vec<std::ffi::OsString>> {
+        let mut left = remove::trashed(&self.paths.trash)?;
         left.retain(|name| {
             let id = name.to_str().and_then(|name| name.parse().ok());
             id.is_none_or(|id| self.slot(id).is_none())
         });
+        Ok(left)
+    }
+
+    /// What lies in the trash may take minutes, by a workload's doing: nobody waits for it. Removals
+    /// of sessions that have a record are their workers' to finish.
+    fn finish_removals(self: &Arc<Self>) -> Result<(), String> {
+        let mut left = self.trash_of_nobody().map_err(text)?;
         let plan = unknown(Record::Trashed, self.tripped().is_some());
         if plan != Plan::Remove && !left.is_empty() {
             let n = left.len();

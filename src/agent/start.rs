@@ -99,6 +99,7 @@ pub async fn start(
         .map_err(failed)?;
     tokio::spawn(super::sweep::run(Arc::clone(&host)));
     tokio::spawn(super::tell::run(Arc::clone(&host)));
+    tokio::spawn(super::scrub::run(Arc::clone(&host)));
     host.shown().ready = true;
     Ok((Agent(host), served))
 }
@@ -119,13 +120,7 @@ fn prepare(
     let paths = Paths::new(&config, &cgroup::find_root()?, &parent);
     make(&paths.state, 0o700)?;
     make(&config.runtime_dir, 0o755)?;
-    let files = crate::store::Paths {
-        state: paths.state.clone(),
-        keys: config.keys_dir.clone(),
-        anchors: config.evidence_anchor_file.clone(),
-        high_water: config.high_water_file.clone(),
-        reserve: config.reserve_mib.saturating_mul(1 << 20),
-    };
+    let files = super::paths::of_store(&config);
     let store = Arc::new(Store::open(&files, Arc::new(move || now(boot)))?);
     for (dir, mode) in [
         (&paths.sessions, 0o700),

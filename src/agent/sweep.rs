@@ -109,6 +109,14 @@ async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
     if let Err(fault) = tokio::task::spawn_blocking(move || worker.close_answered_breaker()).await {
         tracing::error!("the breaker was not looked at: {fault}");
     }
+    if host.shown().lost_revert {
+        let worker = Arc::clone(&host);
+        match tokio::task::spawn_blocking(move || worker.resolve_reverts()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(why)) => tracing::warn!("a revert's outcome is not known yet: {why}"),
+            Err(fault) => tracing::error!("a revert's outcome was not asked for: {fault}"),
+        }
+    }
     if let Some(witnessed) = witnessed
         && let Err(why) = sweep(&host, witnessed, started).await
     {
@@ -131,6 +139,7 @@ const PRUNE: Duration = Duration::from_secs(3600);
 /// Counts what has no known outcome; now and then forgets what is old.
 fn ledger(host: &Host) -> Result<(), String> {
     let open = Which { workspace: None, open: true, limit: usize::MAX };
+    host.resolve_reverts()?;
     let publications = host.authority.publications(&open).map_err(text)?.len();
     let requests = host.authority.requests(&open).map_err(text)?.len();
     host.metrics.unresolved(publications, requests);

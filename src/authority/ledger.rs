@@ -1,5 +1,6 @@
 //! The verbs of the ledger: publications before and after they are answered, and external requests.
 
+use super::layers;
 use super::verbs::{Backend, Outcome, Rows, finish, loaded};
 use super::{
     Answer, Code, Error, Happening, KeyState, Owner, PublicationKey, Publish, Refusal, Rider,
@@ -219,6 +220,10 @@ fn enter(rows: &mut dyn Rows, wish: &Publish, owner: &Owner, stage: KeyState) ->
     let row = rows.publication(&wish.workspace, wish.key)?;
     if row.as_ref().is_some_and(|row| !row.may_become(wish)) {
         return Ok(Err(workspace.refuse(Code::KeyUsed)));
+    }
+    // From here on its layers stay: a burial leaves what an open row names.
+    if row.is_none() && layers::any_buried(rows, wish.layers())? {
+        return Ok(Err(workspace.refuse(Code::LayerBuried)));
     }
     let mut row = row.unwrap_or_else(|| fresh(wish, owner, &workspace.owner, &now));
     if row.advance(stage, &now) {

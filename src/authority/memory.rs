@@ -1,7 +1,7 @@
 //! An authority without a disk, for models and tests: the same verbs over a state that can be
 //! cloned.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -10,6 +10,7 @@ use super::{
     Error, Happening, HistoryRow, Journal, PRUNED, PublicationKey, Unreadable, Workspace,
     WorkspaceId,
 };
+use crate::model::head::Digest;
 use crate::model::ids::{RequestKey, TaskId};
 use crate::model::ledger::{Publication, Which};
 use crate::model::request::Request;
@@ -27,6 +28,8 @@ pub struct State {
     pub requests: Vec<Request>,
     /// History, oldest first; its time is the boot clock's, so that a model is deterministic.
     pub history: Vec<(WorkspaceId, HistoryRow)>,
+    /// Layers that no head may name.
+    pub buried: BTreeSet<Digest>,
     /// What riders wrote.
     pub journals: Vec<Journal>,
 }
@@ -182,6 +185,22 @@ impl Rows for Work {
     fn rows(&mut self, id: &WorkspaceId, limit: usize) -> Result<Vec<HistoryRow>, Fault> {
         let mine = self.state.history.iter().rev().filter(|(of, _)| of == id);
         Ok(mine.take(limit).map(|(_, row)| row.clone()).collect())
+    }
+
+    fn is_buried(&mut self, layer: Digest) -> Result<bool, Fault> {
+        Ok(self.state.buried.contains(&layer))
+    }
+
+    fn buried(&mut self) -> Result<Vec<Digest>, Fault> {
+        Ok(self.state.buried.iter().copied().collect())
+    }
+
+    fn set_buried(&mut self, layer: Digest, buried: bool) -> Result<(), Fault> {
+        match buried {
+            true => self.state.buried.insert(layer),
+            false => self.state.buried.remove(&layer),
+        };
+        Ok(())
     }
 }
 

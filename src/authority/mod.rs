@@ -2,7 +2,7 @@
 //! publications and external requests, and their history. It may use `store` and `model`; `agent` calls it on a blocking thread.
 //!
 //! ```text
-//! Authority (trait)  <- verbs.rs, ledger.rs: each verb once, over a transaction  <- sqlite.rs, memory.rs
+//! Authority (trait)  <- verbs.rs, ledger.rs, layers.rs: each verb once, over a transaction  <- sqlite.rs, memory.rs
 //!                    <- etcd and others may come; all pass conformance.rs
 //! ```
 //!
@@ -12,6 +12,7 @@
 
 #[cfg(test)]
 pub mod conformance;
+mod layers;
 mod ledger;
 pub mod memory;
 pub mod sqlite;
@@ -36,6 +37,7 @@ use crate::model::workspace::{
 };
 use crate::store::Unreadable;
 
+pub use layers::{Layers, Pins};
 pub use ledger::{Ledger, PRUNED};
 pub use memory::MemoryAuthority;
 pub use sqlite::SqliteAuthority;
@@ -229,7 +231,7 @@ pub struct HistoryRow {
 }
 
 /// See the module. Calls block. Each is one transaction.
-pub trait Authority: Ledger {
+pub trait Authority: Ledger + Layers {
     /// Makes a workspace; over a tombstone it goes on from its generation.
     ///
     /// # Errors

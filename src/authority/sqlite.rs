@@ -11,6 +11,7 @@ use super::verbs::{Backend, Rows};
 use super::{
     Error, Happening, HistoryRow, Journal, PublicationKey, Unreadable, Workspace, WorkspaceId,
 };
+use crate::model::head::Digest;
 use crate::model::ids::{RequestKey, TaskId};
 use crate::model::ledger::{Publication, Which};
 use crate::model::request::Request;
@@ -44,6 +45,7 @@ impl From<Fault> for Error {
             | Fault::Statement { .. } => Self::NotBelieved { why },
             Fault::Io { .. }
             | Fault::Locked { .. }
+            | Fault::Backup { .. }
             | Fault::Sql { .. }
             | Fault::RolledBack { .. }
             | Fault::Text { .. } => Self::Unavailable { why },
@@ -78,6 +80,7 @@ struct Table<'a> {
 
 const WORKSPACES: &str = "workspaces";
 const HISTORY: &str = "history";
+const BURIED: &str = "buried";
 
 fn sql(op: &'static str) -> impl FnOnce(rusqlite::Error) -> Fault {
     move |source| Fault::Sql { op, source }
@@ -207,6 +210,50 @@ impl Rows for Table<'_> {
         })
         .collect()
     }
+
+    fn is_buried(&mut self, layer: Digest) -> Result<bool, Fault> {
+        // Whoever may edit the table may also remove layers: a row alone speaks against a name.
+        self.tx
+            .conn
+            .prepare_cached("SELECT 1 FROM buried WHERE id = ?")
+            .and_then(|mut s| s.exists([layer.to_string()]))
+            .map_err(sql("read burials"))
+    }
+
+    fn buried(&mut self) -> Result<Vec<Digest>, Fault> {
+        let mut statement = self
+            .tx
+            .conn
+            .prepare_cached("SELECT id, record, mac FROM buried ORDER BY id")
+            .map_err(sql("read burials"))?;
+        let rows = statement.query_map([], |r| r.try_into()).map_err(sql("read burials"))?;
+        rows.map(|row| {
+            let (id, text, mac): (String, String, Vec<u8>) = row.map_err(sql("read burials"))?;
+            self.tx.unseal(BURIED, &id, &text, &mac)
+        })
+        .collect()
+    }
+
+    fn set_buried(&mut self, layer: Digest, buried: bool) -> Result<(), Fault> {
+        let id = layer.to_string();
+        let written = match buried {
+            true => {
+                let (text, mac) = self.tx.seal(BURIED, &id, &layer)?;
+                self.tx
+                    .conn
+                    .prepare_cached(
+                        "INSERT OR REPLACE INTO buried (id, record, mac) VALUES (?, ?, ?)",
+                    )
+                    .and_then(|mut s| s.execute((&id, text, mac)))
+            }
+            false => self
+                .tx
+                .conn
+                .prepare_cached("DELETE FROM buried WHERE id = ?")
+                .and_then(|mut s| s.execute([&id])),
+        };
+        written.map(drop).map_err(sql("write burial"))
+    }
 }
 
 #[cfg(test)]
@@ -296,7 +343,7 @@ mod tests {
                 }
                 tx.conn
                     .execute_batch(
-                        "DROP TABLE requests; DROP INDEX publications_open;
+                        "DROP TABLE buried; DROP TABLE requests; DROP INDEX publications_open;
                          ALTER TABLE publications DROP COLUMN open;
                          ALTER TABLE publications DROP COLUMN decided;
                          PRAGMA user_version = 1;",

@@ -1,11 +1,13 @@
 //! Each verb once, over whatever a backend calls a transaction.
 
+use super::layers;
 use super::ledger::{conclude, state_of, taken_over};
 use super::{
     Acquire, Acquired, Answer, Authority, Code, Error, Generation, Happening, HeadAt, HistoryRow,
     Journal, KeyState, Lease, LeaseId, LeaseState, NewWorkspace, PublicationKey, Publish, Refusal,
     Renewal, Rider, Seen, Unreadable, Workspace, WorkspaceId, created, not_believed, unknown,
 };
+use crate::model::head::Digest;
 use crate::model::ids::{InvalidId, Owner, RequestKey, TaskId};
 use crate::model::ledger::{Publication, Which};
 use crate::model::request::Request;
@@ -44,6 +46,9 @@ pub(super) trait Rows {
     fn journal(&mut self, journal: &Journal) -> Result<(), Fault>;
     fn all(&mut self) -> Result<Vec<Result<Workspace, Unreadable>>, Fault>;
     fn rows(&mut self, id: &WorkspaceId, limit: usize) -> Result<Vec<HistoryRow>, Fault>;
+    fn is_buried(&mut self, layer: Digest) -> Result<bool, Fault>;
+    fn buried(&mut self) -> Result<Vec<Digest>, Fault>;
+    fn set_buried(&mut self, layer: Digest, buried: bool) -> Result<(), Fault>;
 }
 
 /// What a backend has to bring.
@@ -105,6 +110,9 @@ fn create(rows: &mut dyn Rows, new: &NewWorkspace) -> Outcome<Workspace> {
         Err(refusal) => return Ok(Err(refusal)),
         Ok(made) => made,
     };
+    if layers::any_buried(rows, new.layers.iter().copied())? {
+        return Ok(Err(Refusal { code: Code::LayerBuried, current: None }));
+    }
     rows.save(&made)?;
     let (owner, generation, at) = (made.owner.clone(), made.generation, made.at.clone());
     rows.log(&new.id, Happening::Created { owner, generation, at })?;
@@ -177,11 +185,15 @@ fn publish(rows: &mut dyn Rows, wish: &Publish) -> Outcome<HeadAt> {
     };
     // The same key with other content: whatever the row says, it is not this one's answer.
     let other = row.as_ref().is_some_and(|row| !row.is_about(wish));
+    let open = state == KeyState::Unused || state.is_open();
+    let buried = open && layers::any_buried(rows, wish.layers())?;
     let answer = rule(rows, &wish.workspace, |old, now| match other {
         true => Err(old.refuse(Code::KeyUsed)),
-        false => old.publish(wish, &state, now),
+        false => old.publish(wish, &state, now).and_then(|ruled| match buried {
+            true => Err(old.refuse(Code::LayerBuried)),
+            false => Ok(ruled),
+        }),
     })?;
-    let open = state == KeyState::Unused || state.is_open();
     match &answer {
         // The same key gets the same answer; it happened once.
         Ok(_) if !open => {}

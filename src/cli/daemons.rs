@@ -23,7 +23,7 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    fn load(&self) -> Result<Config, Failure> {
+    pub(super) fn load(&self) -> Result<Config, Failure> {
         let loaded = Loaded::read(self.config.as_deref(), std::env::vars_os())
             .map_err(|e| Failure::new(Code::BadRequest, with_causes(&e)))?;
         if !loaded.strangers.is_empty() {

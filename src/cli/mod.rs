@@ -3,6 +3,7 @@
 //! tickets and bundles, asking the kernel. Uses `api::client`, `workload`, and the readers of
 //! `store`, `upper` and `kernel`. Keeps nothing on disk.
 
+mod backup;
 mod breaker;
 mod bundle;
 mod config;
@@ -145,6 +146,10 @@ pub enum Verb {
     /// The breaker: whether killing and deleting stop, since leases were lost at large.
     #[command(subcommand)]
     Breaker(breaker::Verb),
+    /// Copy the host's database and layers, as they are at one moment, while the agent works.
+    Backup(backup::Backup),
+    /// Put a backup in the place of the database; no agent runs meanwhile (root).
+    Restore(backup::Restore),
     /// Say how the agent is.
     Status,
     /// Show the evidence as it is written.
@@ -251,6 +256,8 @@ fn dispatch(context: &Context, verb: Verb) -> Result<u8, Failure> {
         Verb::Gc(wish) => gc::main(context, wish),
         Verb::Drain(wish) => drain::main(context, &wish),
         Verb::Breaker(verb) => breaker::main(context, verb),
+        Verb::Backup(wish) => backup::backup(context, &wish),
+        Verb::Restore(wish) => backup::restore(context, &wish),
         Verb::Status => status::main(context),
         Verb::Events(wish) => evidence::events(context, &wish),
         Verb::Config(verb) => config::main(context, verb),

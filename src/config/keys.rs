@@ -79,6 +79,11 @@ const KEYS: &[(&str, &str, &str)] = &[
         "",
     ),
     ("preserve.min_notice", "Time after a start before grace deletes anything; a span.", ""),
+    (
+        "preserve.scrub",
+        "From one reading of all stored layers to the next, so that damage is found early; a span.",
+        "",
+    ),
     ("preserve.sweep", "From one sweep of the reconciler to the next; a span.", ""),
     ("checkpoint.max_freeze", "Longest freeze of a running session for a capture; a span.", ""),
     (

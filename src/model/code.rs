@@ -82,12 +82,14 @@ codes! {
     Partial "partial" 500 8 "Done in part; the message says which fact is missing.";
     Unsupported "unsupported" 501 1 "This host or build cannot do it.";
     UpperRefused "upper_refused" 422 1 "The directory cannot serve as an upper or lower, or what is in it has no faithful form in a layer.";
+    LayerBuried "layer_buried" 409 4 "The layer is being removed, since nothing named it; capture it again.";
     DestinationExists "destination_exists" 409 4 "Something of this name is there already; nothing was overwritten.";
     NoSpace "no_space" 507 1 "The file system of the state directory is full; nothing new is begun until there is room.";
     AboveWatermark "above_watermark" 503 1 "The host is above a watermark of `[open]`, min_free or max_sessions: no session is opened until there is room.";
     MountFailed "mount_failed" 500 1 "The overlay could not be mounted.";
     ImageRefused "image_refused" 422 1 "The image is damaged or hostile, or not in a form that is taken; nothing was imported.";
     LayerDamaged "layer_damaged" 500 1 "A layer is not what its name says; it is not mounted.";
+    BackupRefused "backup_refused" 422 1 "The backup cannot be made or put back so; nothing in place was changed.";
     BundleInvalid "bundle_invalid" 422 1 "The bundle does not verify.";
     Internal "internal" 500 1 "An unexpected failure; the message says where.";
 }

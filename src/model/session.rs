@@ -182,6 +182,20 @@ pub enum Work {
     Resume,
 }
 
+impl Work {
+    /// The layer that it is to publish, once that was captured.
+    pub fn layer(&self) -> Option<Digest> {
+        match self {
+            Self::Checkpoint { stage, .. } | Self::Close { stage, .. } => match stage {
+                Stage::Thawing { layer } => *layer,
+                Stage::Publishing { layer } => Some(*layer),
+                Stage::Stopping | Stage::Capturing | Stage::Ending => None,
+            },
+            Self::Resume => None,
+        }
+    }
+}
+
 /// Stages of a checkpoint or close.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

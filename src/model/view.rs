@@ -18,8 +18,9 @@ use super::lease::HolderKind;
 
 pub use diff::{Aspect, Change, DiffLine, DiffRow, DiffSummary, FileKind, Mark, Told};
 pub use host::{
-    BreakerView, DrainHost, Drained, EvidenceReport, ExportSession, Exported, GcItem, GcReport,
-    KeepSession, PreservedView, ResetBreaker, SpaceView, StatusView,
+    BackupHost, BackupView, BreakerView, DrainHost, Drained, EvidenceReport, ExportSession,
+    Exported, GcItem, GcReport, KeepSession, PreservedView, ResetBreaker, RestoredView, SpaceView,
+    StatusView,
 };
 pub use ledger::{
     AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,

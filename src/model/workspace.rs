@@ -206,6 +206,13 @@ pub struct Publish {
 }
 
 impl Publish {
+    /// The layers that the head would name.
+    pub fn layers(&self) -> impl Iterator<Item = Digest> + '_ {
+        let whole = self.whole.iter().flat_map(|head| head.0.iter().copied());
+        let one = self.whole.is_none().then_some(self.layer);
+        whole.chain(one)
+    }
+
     /// What `s` asks when it offers `layer` now.
     pub fn of(s: &Session, key: PublicationKey, layer: Digest) -> Self {
         Self {
@@ -221,8 +228,11 @@ impl Publish {
     }
 }
 
+/// Versions of a workspace whose layers are kept, the present one among them.
+pub const KEPT: usize = 10;
+
 /// Every reason for which [`Workspace::publish`] refuses.
-pub const PUBLISH_REFUSALS: [Code; 13] = [
+pub const PUBLISH_REFUSALS: [Code; 14] = [
     Code::StaleGeneration,
     Code::LeaseExpired,
     Code::LeaseRevoked,
@@ -236,6 +246,7 @@ pub const PUBLISH_REFUSALS: [Code; 13] = [
     Code::KeyUsed,
     Code::KeyBuried,
     Code::KeyForgotten,
+    Code::LayerBuried,
 ];
 
 /// The old workspace and what became of it.

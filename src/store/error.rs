@@ -102,6 +102,14 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// A backup cannot be made there, or put back.
+    #[error("backup {}: {why}", path.display())]
+    Backup {
+        /// The backup, or the file in it.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
     /// A signed statement could not be made or does not verify.
     #[error("signed statement: {why}")]
     Statement {

@@ -10,12 +10,14 @@
 //! │   ├── workspaces    id                     -> record, mac   the embedded authority
 //! │   ├── publications  workspace, key         -> record, mac   the ledger; open, decided to find by
 //! │   ├── requests      seq; workspace, key, task, open -> record, mac   external requests
+//! │   ├── buried        layer                  -> record, mac   no head may name it: it is being removed
 //! │   ├── history       seq; workspace, time   -> record, mac   granted, published, refused
 //! │   ├── sessions      id                     -> record, mac
 //! │   └── evidence      seq; session, workspace -> body, hash   the chain
 //! ├── evidence.anchors            signed heads of the chain, one a line (path configurable)
 //! ├── high-water                  highest generation and version seen of each workspace, and HOLDs
 //! │                               (path configurable)
+//! ├── replaced-<time>/            the database that a restore replaced
 //! └── keys/                       0700 (path configurable)
 //!     ├── record.key              0600  HMAC-SHA256 over each record
 //!     ├── ticket.key              0600  Ed25519, PASETO v4.public
@@ -31,6 +33,7 @@
 //! whoever finds nobody waiting behind it commits for all who ran since the last commit. So jobs
 //! that come together share one fsync, and each still gets its own answer, after the commit.
 
+mod backup;
 mod breaker;
 mod db;
 mod error;
@@ -44,6 +47,7 @@ mod schema;
 #[allow(clippy::module_inception)]
 mod store;
 
+pub use backup::{Copied, Restored, Vacant};
 pub use db::{Db, Durability};
 pub use error::Error;
 pub use records::{Tx, Unreadable, unreadable};

@@ -39,7 +39,22 @@ const STEPS: &[&str] = &[
     CREATE INDEX requests_of_task ON requests (workspace, task);
     CREATE INDEX requests_open ON requests (workspace, seq) WHERE open = 1;
 ",
+    "
+    CREATE TABLE buried (id TEXT PRIMARY KEY, record TEXT NOT NULL, mac BLOB NOT NULL) STRICT;
+",
 ];
+
+/// Refuses a database of a newer overfence.
+pub(super) fn check(conn: &Connection, path: &Path) -> Result<u32, Error> {
+    let known = u32::try_from(STEPS.len()).unwrap_or(u32::MAX);
+    let found: u32 = conn
+        .query_row("PRAGMA user_version", [], |row| row.get(0))
+        .map_err(Error::sql("read user_version"))?;
+    match found > known {
+        true => Err(Error::Schema { path: path.to_owned(), found, known }),
+        false => Ok(found),
+    }
+}
 
 /// Brings the database to the newest version; each step is one transaction.
 pub(super) fn migrate(conn: &Connection, path: &Path) -> Result<(), Error> {
@@ -47,13 +62,7 @@ pub(super) fn migrate(conn: &Connection, path: &Path) -> Result<(), Error> {
 }
 
 fn migrate_to(conn: &Connection, path: &Path, last: usize) -> Result<(), Error> {
-    let known = u32::try_from(STEPS.len()).unwrap_or(u32::MAX);
-    let found: u32 = conn
-        .query_row("PRAGMA user_version", [], |row| row.get(0))
-        .map_err(Error::sql("read user_version"))?;
-    if found > known {
-        return Err(Error::Schema { path: path.to_owned(), found, known });
-    }
+    let found = check(conn, path)?;
     for (step, version) in STEPS[..last].iter().zip(1_u32..).skip(found as usize) {
         conn.execute_batch(&format!("BEGIN; {step} PRAGMA user_version = {version}; COMMIT;"))
             .map_err(Error::sql("migrate"))?;

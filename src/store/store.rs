@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::{FlockOperation, flock};
 use tokio::sync::watch;
 
+use super::backup;
 use super::db::{Db, Durability};
 use super::error::Error;
 use super::evidence::Anchors;
@@ -60,6 +61,7 @@ pub struct Store {
     keys: Keys,
     marks: Marks,
     clock: Clock,
+    paths: Paths,
     host: HostId,
     reserve: Reserve,
     pub(super) anchors: Anchors,
@@ -86,6 +88,7 @@ impl Store {
         // Before anything that needs room.
         let reserve = Reserve::open(&paths.state, paths.reserve)?;
         let lock = take_lock(&paths.state.join("lock"))?;
+        backup::finish(&paths.state)?;
         // Keys and witnesses come before the database, so that "the database is there" means
         // that they were there too.
         let database = paths.state.join("overfence.db");
@@ -99,6 +102,7 @@ impl Store {
             keys,
             marks,
             clock,
+            paths: paths.clone(),
             host: HostId::from_u128(0),
             reserve,
             anchors,
@@ -255,6 +259,11 @@ impl Store {
         self.reserve.making_room(|| self.marks.hold(workspace, held))
     }
 
+    /// Where its files are.
+    pub fn paths(&self) -> &Paths {
+        &self.paths
+    }
+
     /// This host's id.
     pub fn host(&self) -> HostId {
         self.host
@@ -284,7 +293,7 @@ impl Store {
 /// How long the former agent may take to be gone.
 const LOCK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
 
-fn take_lock(path: &Path) -> Result<File, Error> {
+pub(super) fn take_lock(path: &Path) -> Result<File, Error> {
     files::touch_private(path)?;
     let file = File::options().write(true).open(path).map_err(Error::io("open", path))?;
     // A killed agent's lock goes with its last thread, which may take a moment.

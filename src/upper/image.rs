@@ -59,9 +59,16 @@ pub fn import(
     let mut left = max_bytes;
     let mut all = Vec::new();
     for (layer, foreign) in layers.iter().zip(diff_ids) {
-        let (captured, bytes) = one(&reader, store, layer, foreign, left, stop)?;
-        left -= bytes;
-        all.push(Imported { foreign, layer: captured });
+        match one(&reader, store, layer, foreign, left, stop) {
+            Ok((captured, bytes)) => {
+                left -= bytes;
+                all.push(Imported { foreign, layer: captured });
+            }
+            Err(fault) => {
+                store.settle(all.into_iter().map(|one| one.layer.diff_id));
+                return Err(fault);
+            }
+        }
     }
     Ok(all)
 }

@@ -32,6 +32,7 @@ pub mod bundle;
 pub mod changes;
 pub mod diff;
 mod empty;
+pub mod equal;
 pub mod image;
 pub mod layer;
 pub mod lowers;

@@ -8,17 +8,21 @@
 //!     tree/            unpacked at the first mount; read-only from then on
 //!     complete         made last: the tree is whole, durable, and its digest was the name
 //!     damaged          what a verification found; the layer is not mounted while it is there
+//! layers/equal/        what deep heads are mounted through; see `equal`
 //! layers/.tmp-*/       being made or removed
 //! ```
 //!
 //! Several threads may use one store; trees are made one at a time. One process at a time may.
+//! A layer that is added cannot be removed until whoever added it has said where it is named
+//! ([`LayerStore::settle`]); one that is being removed is added again only after it is gone.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufReader, Read, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -39,6 +43,8 @@ const TREE: &str = "tree";
 const COMPLETE: &str = "complete";
 const DAMAGED: &str = "damaged";
 const TEMPORARY: &str = ".tmp-";
+/// Bytes that are copied without asking whether to stop.
+const PIECE: u64 = 64 << 20;
 
 /// What is known of a stored layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,13 +67,43 @@ pub struct LayerInfo {
 pub struct LayerStore {
     dir: PathBuf,
     unpacking: Mutex<()>,
+    turns: Mutex<Turns>,
+    turned: Condvar,
+}
+
+/// Who has a layer in hand at this moment.
+#[derive(Debug, Default)]
+struct Turns {
+    /// Added, and named by nothing yet; how often.
+    fresh: BTreeMap<Digest, usize>,
+    /// Being removed.
+    doomed: BTreeSet<Digest>,
+}
+
+/// A layer that nobody adds as long as this lives; see [`LayerStore::doom`].
+#[derive(Debug)]
+pub struct Doomed<'a> {
+    store: &'a LayerStore,
+    layer: Digest,
+}
+
+impl Drop for Doomed<'_> {
+    fn drop(&mut self) {
+        self.store.turns().doomed.remove(&self.layer);
+        self.store.turned.notify_all();
+    }
 }
 
 impl LayerStore {
     /// Opens the store at `<state>/layers`, making the directory (0700) if it is missing.
     pub fn open(dir: &Path) -> Result<Self> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).at("make", dir)?;
-        Ok(Self { dir: dir.to_owned(), unpacking: Mutex::new(()) })
+        Ok(Self {
+            dir: dir.to_owned(),
+            unpacking: Mutex::new(()),
+            turns: Mutex::default(),
+            turned: Condvar::new(),
+        })
     }
 
     /// Removes what a crash left half made or half removed. Only at start, before any other call.
@@ -76,11 +112,20 @@ impl LayerStore {
         for entry in std::fs::read_dir(&self.dir).at("list", &self.dir)? {
             let entry = entry.at("list", &self.dir)?;
             if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
+                // A crash may have left a run mounted that was to become an equivalence.
+                let merged = entry.path().join(super::equal::MERGED);
+                if merged.exists() {
+                    crate::kernel::overlay::unmount(&merged)?;
+                }
                 remove::remove_tree(&entry.path())?;
                 swept += 1;
             }
         }
         Ok(swept)
+    }
+
+    pub(super) fn dir(&self) -> &Path {
+        &self.dir
     }
 
     fn of(&self, diff_id: Digest) -> PathBuf {
@@ -116,6 +161,16 @@ impl LayerStore {
         Ok(all)
     }
 
+    /// Whether a reading found a layer damaged, and none has found it whole since.
+    pub fn is_damaged(&self, diff_id: Digest) -> bool {
+        self.of(diff_id).join(DAMAGED).exists()
+    }
+
+    /// How many are.
+    pub fn damaged(&self) -> usize {
+        self.list().unwrap_or_default().into_iter().filter(|layer| self.is_damaged(*layer)).count()
+    }
+
     /// The compressed file of a layer.
     pub fn blob_path(&self, diff_id: Digest) -> PathBuf {
         self.of(diff_id).join(BLOB)
@@ -136,7 +191,35 @@ impl LayerStore {
         })
     }
 
-    /// Adds the layer that `write` puts into a file. A layer that is here already is kept as it is.
+    fn turns(&self) -> MutexGuard<'_, Turns> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says that layers which were added are named where they are needed, or are not needed.
+    pub fn settle(&self, layers: impl IntoIterator<Item = Digest>) {
+        let mut turns = self.turns();
+        for layer in layers {
+            if let Some(n) = turns.fresh.get_mut(&layer) {
+                *n = n.saturating_sub(1);
+                if *n == 0 {
+                    turns.fresh.remove(&layer);
+                }
+            }
+        }
+    }
+
+    /// Keeps a layer from being added, so that it can be removed; not while somebody who added it has
+    /// still to say where it is named.
+    pub fn doom(&self, layer: Digest) -> Option<Doomed<'_>> {
+        let mut turns = self.turns();
+        if turns.fresh.contains_key(&layer) || !turns.doomed.insert(layer) {
+            return None;
+        }
+        Some(Doomed { store: self, layer })
+    }
+
+    /// Adds the layer that `write` puts into a file. A layer that is here already is kept as it is. It
+    /// stays at least until it is settled.
     pub(super) fn add(&self, write: impl FnOnce(&File) -> Result<LayerInfo>) -> Result<LayerInfo> {
         let temporary = unique_name(&self.dir, TEMPORARY)?;
         failpoint::fails("upper.layer.before").at("make", &temporary)?;
@@ -164,6 +247,16 @@ impl LayerStore {
             .at("encode", temporary.join(INFO))?;
         write_durable(&temporary.join(INFO), 0o600, &text)?;
         sync_dir(temporary)?;
+        let mut turns = self.turns();
+        while turns.doomed.contains(&info.diff_id) {
+            turns = self.turned.wait(turns).unwrap_or_else(PoisonError::into_inner);
+        }
+        *turns.fresh.entry(info.diff_id).or_default() += 1;
+        drop(turns);
+        self.place(temporary, info).inspect_err(|_| self.settle([info.diff_id]))
+    }
+
+    fn place(&self, temporary: &Path, info: LayerInfo) -> Result<LayerInfo> {
         let place = self.of(info.diff_id);
         failpoint::fails("upper.layer.rename.before").at("rename into place", &place)?;
         match std::fs::rename(temporary, &place) {
@@ -207,6 +300,50 @@ impl LayerStore {
             }
             Ok(info)
         })
+    }
+
+    /// Takes a layer over from another store as it lies there, and reads it back from the disk. One
+    /// that is here already is left as it is, and read.
+    ///
+    /// # Errors
+    /// It is not there, or damaged there or here; [`Error::Stopped`].
+    pub fn copy_from(&self, other: &Self, diff_id: Digest, stop: Stop<'_>) -> Result<LayerInfo> {
+        let (info, path) = (other.info(diff_id)?, other.blob_path(diff_id));
+        let copied = self.add(|file| {
+            let (from, mut to) = (File::open(&path).at("open", &path)?, file);
+            // By pieces, between which somebody may want it to end.
+            while std::io::copy(&mut (&from).take(PIECE), &mut to).at("copy", &path)? > 0 {
+                if stop() {
+                    return Err(Error::Stopped);
+                }
+            }
+            Ok(info)
+        })?;
+        let copy = self.blob_path(diff_id);
+        let copy = File::open(&copy).at("open", &copy)?;
+        // So that what is read was on the disk; some file systems cannot forget.
+        let _ = rustix::fs::fadvise(&copy, 0, None, rustix::fs::Advice::DontNeed);
+        self.check_file(&copied, stop)?;
+        Ok(copied)
+    }
+
+    /// Reads the compressed file of a layer against both of its digests, and changes nothing.
+    pub fn check(&self, diff_id: Digest, stop: Stop<'_>) -> Result<LayerInfo> {
+        let info = self.info(diff_id)?;
+        self.check_file(&info, stop)?;
+        Ok(info)
+    }
+
+    fn check_file(&self, info: &LayerInfo, stop: Stop<'_>) -> Result<()> {
+        let path = self.blob_path(info.diff_id);
+        let blob = File::open(&path).at("open", &path)?;
+        let read = read_blob(Stoppable { inner: blob, stop }, info, |tar| {
+            let mut entries = Entries::new(tar);
+            let count = entries.check_all()?;
+            entries.drain()?;
+            Ok(count)
+        });
+        read.map_err(|error| if stop() { Error::Stopped } else { error })
     }
 
     /// Unpacks a layer into an empty directory, which becomes an upper.
@@ -291,15 +428,8 @@ impl LayerStore {
     }
 
     fn read_whole(&self, diff_id: Digest, stop: Stop<'_>) -> Result<bool> {
-        let (info, dir) = (self.info(diff_id)?, self.of(diff_id));
-        let blob = File::open(dir.join(BLOB)).at("open", dir.join(BLOB))?;
-        let read = read_blob(Stoppable { inner: blob, stop }, &info, |tar| {
-            let mut entries = Entries::new(tar);
-            let count = entries.check_all()?;
-            entries.drain()?;
-            Ok(count)
-        });
-        read.map_err(|error| if stop() { Error::Stopped } else { error })?;
+        let dir = self.of(diff_id);
+        self.check(diff_id, stop)?;
         if !dir.join(COMPLETE).exists() {
             return Ok(false);
         }
@@ -316,7 +446,8 @@ impl LayerStore {
     }
 
     /// Removes a layer. The caller has proved that nothing names it and that no mount uses it.
-    pub fn remove(&self, diff_id: Digest) -> Result<()> {
+    pub fn remove(&self, doomed: &Doomed<'_>) -> Result<()> {
+        let diff_id = doomed.layer;
         let (place, doomed) = (self.of(diff_id), unique_name(&self.dir, TEMPORARY)?);
         failpoint::fails("upper.layer.remove.before").at("rename away", &place)?;
         match std::fs::rename(&place, &doomed) {

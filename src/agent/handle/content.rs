@@ -8,12 +8,14 @@ use super::{Agent, holds, of_upper, unavailable, workspace_id};
 use crate::agent::effects::text;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
-use crate::authority::Happening;
+use crate::authority::{Error as Unanswered, Happening, Rider, no_rider};
+use crate::failpoint;
 use crate::kernel::clock;
 use crate::model::code::Code;
 use crate::model::head::{Digest, Head, HeadAt};
 use crate::model::ids::{LeaseId, Owner, PublicationKey, SessionId, Version, WorkspaceId};
 use crate::model::lease::{HolderKind, LeaseState};
+use crate::model::ledger::{KeyState, Which};
 use crate::model::view::{
     ImportWorkspace, LayerReport, RevertWorkspace, WorkspaceReport, WorkspaceView,
 };
@@ -137,6 +139,68 @@ fn head_at(host: &Host, id: &WorkspaceId, version: Version) -> Result<Head, Fail
     })
 }
 
+/// Offers a head that no session waits for: its row in the ledger is durable ahead of it.
+fn offered(
+    host: &Host,
+    wish: &Publish,
+    owner: &Owner,
+    rider: Rider<'_, HeadAt>,
+) -> Result<Result<HeadAt, Refusal>, Unanswered> {
+    failpoint::hit("authority.enter.before");
+    let entered = host.authority.enter(wish, owner, KeyState::Sent, no_rider());
+    failpoint::hit("authority.enter.after");
+    if let Err(refusal) = entered? {
+        return Ok(Err(refusal));
+    }
+    // The row keeps its layers from now on; they were looked at before there was one.
+    let missing = wish.layers().find(|layer| host.layers.lower_path(*layer).is_err());
+    if let Some(layer) = missing {
+        host.authority.resolve(&wish.workspace, wish.key, no_rider())?;
+        let why = format!("layer {layer} was removed meanwhile: that version is not kept any more");
+        return Err(Unanswered::Unavailable { why });
+    }
+    let lost = |why| Unanswered::Unknown { why };
+    failpoint::lost("authority.publish.before").map_err(lost)?;
+    let answer = host.authority.publish(wish, rider)?;
+    failpoint::lost("authority.publish.after").map_err(lost)?;
+    Ok(answer)
+}
+
+impl Host {
+    /// Finds out what became of reverts without an answer. No session waits for one; it is asked for
+    /// once the revert's lease is over, when nothing can change it any more.
+    pub fn resolve_reverts(&self) -> Result<(), String> {
+        let open = Which { workspace: None, open: true, limit: usize::MAX };
+        let mut waiting = false;
+        for row in self.authority.publications(&open).map_err(text)? {
+            let Some(asked) = row.asked.as_ref().filter(|asked| asked.whole.is_some()) else {
+                continue;
+            };
+            let (id, key) = (&row.workspace, row.key);
+            let known = self.authority.get(id).map_err(text)?;
+            let now = self.store.now();
+            if known.is_some_and(|w| w.live_lease(&now).is_some_and(|l| l.id == asked.lease)) {
+                waiting = true;
+                continue;
+            }
+            let rider = |found: &Result<KeyState, Refusal>| {
+                let detail = serde_json::json!({ "key": key, "found": found.as_ref().ok() });
+                holds::entry_by("resolve", id, "agent", detail)
+            };
+            failpoint::lost("authority.resolve.before")?;
+            let found = self.authority.resolve(id, key, Box::new(rider)).map_err(text)?;
+            failpoint::hit("authority.resolve.after");
+            tracing::info!(OVERFENCE_WORKSPACE = %id, "publication {key} of a revert is {}", found.word());
+            if let KeyState::Committed { at, .. } = found {
+                let seen = Seen { generation: asked.generation, version: at.version };
+                self.note_published(id, seen);
+            }
+        }
+        self.shown().lost_revert = waiting;
+        Ok(())
+    }
+}
+
 fn revert(
     host: &Host,
     by: &Caller,
@@ -164,7 +228,7 @@ fn revert(
     let ask = Acquire {
         workspace: id.clone(),
         lease,
-        owner,
+        owner: owner.clone(),
         host: host.id,
         session,
         holder: HolderKind::Beat,
@@ -202,25 +266,25 @@ fn revert(
         });
         told("publication", detail)
     };
-    let answer = host.authority.publish(&wish, Box::new(rider));
+    let answer = offered(host, &wish, &owner, Box::new(rider));
     let why = format!("reverted to version {to}");
-    let ended = host.authority.end(
-        id,
-        lease,
-        generation,
-        LeaseState::Released,
-        &why,
-        crate::authority::no_rider(),
-    );
+    let ended = host.authority.end(id, lease, generation, LeaseState::Released, &why, no_rider());
     if let Err(fault) = ended {
         tracing::warn!(OVERFENCE_WORKSPACE = %id, "the lease of a revert runs until its end: {}", text(fault));
     }
     let at = match answer {
-        Err(crate::authority::Error::Unknown { why }) => {
+        Err(Unanswered::Unknown { why }) => {
+            host.shown().lost_revert = true;
+            failpoint::hit("authority.doubt.before");
+            let told = host.authority.doubt(id, wish.key, &why);
+            failpoint::hit("authority.doubt.after");
+            if let Err(fault) = told {
+                tracing::warn!(OVERFENCE_WORKSPACE = %id, "{}", text(fault));
+            }
             let text = format!(
-                "publication {} of the revert has no known outcome: {why}; `workspace status` tells \
-                 which version there is",
-                wish.key
+                "publication {} of the revert has no known outcome: {why}. The agent finds it out; \
+                 `overfence publication show {}` tells",
+                wish.key, wish.key
             );
             return Err(Failure::new(Code::UnknownPublication, text));
         }

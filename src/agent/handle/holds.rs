@@ -20,12 +20,22 @@ pub(super) fn entry(
     by: &Caller,
     detail: serde_json::Value,
 ) -> Journal {
+    entry_by(kind, id, &actor(by), detail)
+}
+
+/// The same, by who has no connection to the agent.
+pub(super) fn entry_by(
+    kind: &str,
+    id: &WorkspaceId,
+    actor: &str,
+    detail: serde_json::Value,
+) -> Journal {
     let entry = Draft {
         kind: kind.to_owned(),
         workspace: Some(id.clone()),
         session: None,
         generation: None,
-        actor: actor(by),
+        actor: actor.to_owned(),
         detail,
     };
     Journal { sessions: vec![], entries: vec![entry] }

@@ -1,11 +1,13 @@
 //! The only door to the agent: what the API may ask, one method a verb. Requests are checked here
 //! and become events or questions to the authority; nothing here decides about a session.
 
+mod backup;
 mod breaker;
 mod content;
 mod delta;
 mod drain;
 mod holds;
+mod layers;
 mod ledger;
 mod preserved;
 mod seed;
@@ -189,7 +191,7 @@ fn of_upper(fault: crate::upper::Error) -> Failure {
     Failure::new(fault.code(), text(fault))
 }
 
-fn unavailable<E: std::error::Error>(fault: E) -> Failure {
+pub(super) fn unavailable<E: std::error::Error>(fault: E) -> Failure {
     Failure::new(Code::AuthorityUnavailable, text(fault))
 }
 

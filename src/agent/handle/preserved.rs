@@ -331,26 +331,22 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
             items.push(item("session", &s.id.to_string(), verdict, why, shown.bytes));
         }
     }
-    layers(host, dry_run, &mut items)?;
+    host.gc_layers(actor, dry_run, &mut items)?;
     orphans(host, &mut items)?;
     loops(host, dry_run, &mut items)?;
-    let (bytes, entries) = crate::upper::size::size(&host.paths.trash).map_err(internal)?;
-    let plan = unknown(Record::Trashed, host.tripped().is_some());
-    if entries > 0 && plan != Plan::Remove {
-        let why = "the breaker is open; `overfence breaker show` says why".to_owned();
-        items.push(item("trash", "trash", "keep", why, bytes));
-    } else if entries > 0 {
-        let verdict = if dry_run { "remove" } else { "removed" };
-        if !dry_run {
-            remove::empty_trash(&host.paths.trash).map_err(internal)?;
-        }
-        items.push(item(
-            "trash",
-            "trash",
-            verdict,
-            "its removal was decided before".to_owned(),
-            bytes,
-        ));
+    for name in host.trash_of_nobody().map_err(internal)? {
+        let place = host.paths.trash.join(&name);
+        let (bytes, _) = crate::upper::size::size(&place).map_err(internal)?;
+        let goes = unknown(Record::Trashed, host.tripped().is_some()) == Plan::Remove;
+        let (verdict, why) = match (!goes, dry_run) {
+            (true, _) => ("keep", "the breaker is open; `overfence breaker show` says why"),
+            (false, true) => ("remove", "its removal was decided before"),
+            (false, false) => {
+                remove::finish_removal(&host.paths.trash, &name).map_err(internal)?;
+                ("removed", "its removal was decided before")
+            }
+        };
+        items.push(item("trash", &name.to_string_lossy(), verdict, why.to_owned(), bytes));
     }
     let bytes_freed = items.iter().filter(|i| i.verdict == "removed").map(|i| i.bytes).sum();
     let report = GcReport { dry_run, items, bytes_freed };
@@ -398,29 +394,6 @@ fn reason(s: &Session, shown: &PreservedView, is_there: bool) -> String {
     format!("kept by {by} for {left} of witnessed time, removed not before {at}")
 }
 
-/// Layers stay while a head, a session or an unresolved publication names them. Removing the others
-/// wants burial at the authority first, which this build does not have: they are shown.
-fn layers(host: &Host, _dry_run: bool, items: &mut Vec<GcItem>) -> Result<(), Failure> {
-    let mut named = std::collections::BTreeSet::new();
-    for w in host.authority.list().map_err(super::unavailable)? {
-        named.extend(w.at.head.0);
-    }
-    for slot in host.slots() {
-        let s = slot.session();
-        named.extend(s.base.head.0);
-        named.extend(s.expected.head.0);
-        named.extend(s.unknown.into_values());
-    }
-    for layer in host.layers.list().map_err(internal)? {
-        if !named.contains(&layer) {
-            let bytes = host.layers.info(layer).map(|i| i.size_compressed).unwrap_or(0);
-            let why = "no present head names it; kept, since earlier versions may".to_owned();
-            items.push(item("layer", &layer.to_string(), "keep", why, bytes));
-        }
-    }
-    Ok(())
-}
-
 /// Directories and cgroups that no record explains: shown and kept, a person decides.
 fn orphans(host: &Host, items: &mut Vec<GcItem>) -> Result<(), Failure> {
     let known: std::collections::BTreeSet<_> = host
@@ -464,6 +437,6 @@ fn loops(host: &Host, dry_run: bool, items: &mut Vec<GcItem>) -> Result<(), Fail
     Ok(())
 }
 
-fn item(kind: &str, id: &str, verdict: &str, reason: String, bytes: u64) -> GcItem {
+pub(super) fn item(kind: &str, id: &str, verdict: &str, reason: String, bytes: u64) -> GcItem {
     GcItem { kind: kind.to_owned(), id: id.to_owned(), verdict: verdict.to_owned(), reason, bytes }
 }

@@ -220,6 +220,18 @@ pub(super) fn create_with(
     wish: CreateWorkspace,
     mut layers: Vec<Digest>,
 ) -> Result<Workspace, Failure> {
+    let created = create_on(host, by, wish, &mut layers);
+    // Its head names them, or nothing does.
+    host.layers.settle(layers);
+    created
+}
+
+fn create_on(
+    host: &Host,
+    by: &Caller,
+    wish: CreateWorkspace,
+    layers: &mut Vec<Digest>,
+) -> Result<Workspace, Failure> {
     let bad = |e: &dyn std::fmt::Display| Failure::new(Code::BadRequest, e.to_string());
     host.refuse_when_short()?;
     let id = workspace_id(&wish.id)?;
@@ -250,8 +262,13 @@ pub(super) fn create_with(
             })?;
         layers.push(captured.diff_id);
     }
-    let new =
-        NewWorkspace { id: id.clone(), owner, contact: wish.contact, labels: wish.labels, layers };
+    let new = NewWorkspace {
+        id: id.clone(),
+        owner,
+        contact: wish.contact,
+        labels: wish.labels,
+        layers: layers.clone(),
+    };
     let rider = |outcome: &Result<Workspace, Refusal>| {
         let entry = Draft {
             kind: "workspace_create".to_owned(),

@@ -87,7 +87,13 @@ impl Host {
                 }
                 Some(effect) => {
                     for event in self.perform(slot, &session, &effect, Try::default()) {
+                        let captured = match &event {
+                            Event::Captured { layer, .. } => *layer,
+                            _ => None,
+                        };
                         self.apply(slot, event, "agent");
+                        // The session names it now, or nobody will.
+                        self.layers.settle(captured);
                     }
                 }
                 None => {}

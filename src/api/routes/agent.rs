@@ -18,7 +18,8 @@ use crate::agent::failure::Failure;
 use crate::agent::handle::Agent;
 use crate::model::journal::Entry;
 use crate::model::view::{
-    BreakerView, DrainHost, Drained, EvidenceReport, ResetBreaker, StatusView,
+    BackupHost, BackupView, BreakerView, DrainHost, Drained, EvidenceReport, ResetBreaker,
+    StatusView,
 };
 
 /// Entries read from the chain at a time.
@@ -148,6 +149,17 @@ pub(super) async fn drain(
     Wish(wish): Wish<DrainHost>,
 ) -> Result<Json<Drained>, Refused> {
     Ok(Json(agent.drain(&peer.caller, wish).await?))
+}
+
+/// Copies the database as it is at one moment, and the layers it names, while the agent works.
+#[utoipa::path(post, path = "/v1/backup", request_body = BackupHost,
+    responses((status = 200, description = "It is there, and was read back.", body = BackupView)))]
+pub(super) async fn backup(
+    State(agent): State<Agent>,
+    Extension(peer): Extension<Peer>,
+    Wish(wish): Wish<BackupHost>,
+) -> Result<Json<BackupView>, Refused> {
+    Ok(Json(agent.backup(&peer.caller, wish).await?))
 }
 
 /// Says whether killing and deleting stop, and why.

@@ -90,6 +90,7 @@ fn described() -> OpenApiRouter<Agent> {
         .routes(routes!(agent::events))
         .routes(routes!(agent::status))
         .routes(routes!(agent::drain))
+        .routes(routes!(agent::backup))
         .routes(routes!(agent::breaker))
         .routes(routes!(agent::breaker_reset))
         .routes(routes!(agent::ticket_key))

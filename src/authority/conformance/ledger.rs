@@ -67,6 +67,35 @@ pub(super) fn i1_every_reason(f: &dyn Fixture) {
     refuse(p(1), Code::KeyForgotten);
     // The repair ended the lease that there was.
     let a = acquire(f, 5);
+    // What a head or an open row names is not buried; what is buried nothing can name.
+    let open = Publish { layer: layer(8), ..publication(&a, 18, 8) };
+    enter(f, &open, KeyState::Prepared).unwrap();
+    let pins = f.authority().pins().unwrap();
+    let all = [layer(1), layer(7), layer(8)];
+    assert_eq!(f.authority().bury(&all, &pins, no_rider()).unwrap(), [layer(7)]);
+    assert_eq!(f.authority().buried().unwrap(), [layer(7)]);
+    let doomed = publication(&a, 19, 7);
+    assert_eq!(enter(f, &doomed, KeyState::Sent).unwrap_err().code, Code::LayerBuried);
+    refuse(doomed.clone(), Code::LayerBuried);
+    let made = NewWorkspace {
+        id: "other".parse().unwrap(),
+        owner: "ann".parse().unwrap(),
+        contact: String::new(),
+        labels: BTreeMap::new(),
+        layers: vec![layer(7)],
+    };
+    let refusal = f.authority().create(&made, no_rider()).unwrap().unwrap_err();
+    assert_eq!(refusal.code, Code::LayerBuried);
+    f.authority().exhume(&[layer(7)]).unwrap();
+    assert_eq!(f.authority().buried().unwrap(), []);
+    resolve(f, open.key);
+    // A key that was refused stays refused; another one goes through, and its layer is needed then,
+    // also by who looked before.
+    let other = publication(&a, 23, 7);
+    assert_eq!(publish(f, &other).unwrap().head.0.last(), Some(&layer(7)));
+    assert_eq!(f.authority().bury(&all, &pins, no_rider()).unwrap(), []);
+    let pins = f.authority().pins().unwrap();
+    assert_eq!(f.authority().bury(&all, &pins, no_rider()).unwrap(), [layer(8)]);
     end(f, &a, LeaseState::Released, "done").unwrap();
     refuse(publication(&a, 20, 2), Code::LeaseReleased);
     let b = acquire(f, 2);

@@ -29,21 +29,29 @@ static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/ga
 /// Why there is no gate, in words for an operator.
 pub(super) type Why = String;
 
-/// An error with its causes, without the verifier's pages.
+/// An error with its causes. Of the verifier's pages the first line and the one that says why.
 pub(super) fn told(fault: &dyn std::error::Error) -> Why {
     let mut line = String::new();
     let mut next = Some(fault);
     while let Some(fault) = next {
-        let text = fault.to_string();
-        let first = text.lines().next().unwrap_or_default();
-        let short: String = first.chars().take(200).collect();
         if !line.is_empty() {
             line.push_str(": ");
         }
-        line.push_str(&short);
+        line.push_str(&short(&fault.to_string()));
         next = fault.source();
     }
     line
+}
+
+fn short(text: &str) -> String {
+    let mut lines = text.lines().map(str::trim).filter(|l| !l.is_empty());
+    let cut = |line: &str| line.chars().take(160).collect::<String>();
+    let first = cut(lines.next().unwrap_or_default());
+    // Its last line counts instructions.
+    match lines.rfind(|l| !l.starts_with("processed ")) {
+        Some(last) => format!("{first} ... {}", cut(last)),
+        None => first,
+    }
 }
 
 fn at(doing: &'static str, path: &Path) -> impl Fn(std::io::Error) -> Why {
@@ -289,5 +297,18 @@ fn remove_tree(dir: &Path) -> Result<(), Why> {
     match std::fs::remove_dir(dir) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(at("remove", dir)(e)),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_a_long_answer_the_reason_is_told() {
+        let log =
+            "refused. Verifier output: 0: R1=ctx()\n1: (79) r1\n\nR1 is null\nprocessed 3 insns\n";
+        assert_eq!(short(log), "refused. Verifier output: 0: R1=ctx() ... R1 is null");
+        assert_eq!(short("no such hook"), "no such hook");
     }
 }

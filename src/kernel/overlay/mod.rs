@@ -82,6 +82,15 @@ pub fn mount_with(spec: &Spec, before: impl FnOnce(&OwnedFd)) -> Result<Mounted>
     Ok(mounted)
 }
 
+/// As [`mount`], and out of the tree again: what it shows is read by the descriptor alone, and it is
+/// gone with that. A crash in between leaves it at the target.
+pub fn unattached(spec: &Spec) -> Result<OwnedFd> {
+    let Mounted { root, .. } = mount(spec)?;
+    rustix::mount::unmount(&spec.target, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW)
+        .at("unmount", &spec.target)?;
+    Ok(root)
+}
+
 /// [`mount`] in one given style, so that a newer kernel can show that the older styles work.
 pub fn mount_styled(spec: &Spec, style: Style) -> Result<Mounted> {
     let root = build::detached_styled(spec, style)?;

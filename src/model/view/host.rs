@@ -18,6 +18,52 @@ pub struct DrainHost {
     pub wait_ms: Option<u64>,
 }
 
+/// `backup`.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BackupHost {
+    /// The directory to make. Absolute path.
+    pub dest: PathText,
+    /// Put both keys in, too.
+    #[serde(default)]
+    pub keys: bool,
+}
+
+/// A backup that was made and read back.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct BackupView {
+    /// Where.
+    pub path: PathText,
+    /// Of which host.
+    pub host: String,
+    /// When, RFC 3339.
+    pub time: String,
+    /// Last entry of the evidence in it.
+    pub entries: u64,
+    /// Digest of its database.
+    #[schema(value_type = String)]
+    pub database: Digest,
+    /// Layers in it.
+    pub layers: u64,
+    /// Bytes of its layers.
+    pub bytes: u64,
+    /// Whether both keys are in it.
+    pub keys: bool,
+}
+
+/// A backup that was put in the place of the database.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct RestoredView {
+    /// What was put back.
+    pub backup: BackupView,
+    /// Where the database that was there is now.
+    pub replaced: Option<PathText>,
+    /// Layers that were missing here and came from the backup.
+    pub layers_added: u64,
+    /// Workspaces put on HOLD at once, since high-water marks or anchors were missing here.
+    pub held: u64,
+}
+
 /// What became of a host's sessions.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Drained {

@@ -2,7 +2,9 @@
 //! process between any two effects: a first run counts them (`log=FILE`), further runs die at the
 //! Nth (`die=N`) or at a name (`die=NAME`), by SIGKILL, as a real crash would. `stall=NAME` holds
 //! whoever comes to that point up for [`STALL`], as a disk does that is busy. `lose=NAME@FILE` loses
-//! the authority's answer at that point, as long as the file is there.
+//! the authority's answer at that point, as long as the file is there. `fail=FILE` has the effect
+//! fail that the file names, with the errno that it names (`kernel.umount.before 5`), as long as it
+//! is there.
 //!
 //! `OVERFENCE_FAILPOINTS=log=/tmp/points;die=12`. Unset, a hit costs one load of a static.
 
@@ -24,6 +26,7 @@ struct Plan {
     die_name: Option<String>,
     stall: Option<String>,
     lose: Vec<(String, std::path::PathBuf)>,
+    fail: Option<std::path::PathBuf>,
 }
 
 fn parse(text: &str) -> Plan {
@@ -31,6 +34,7 @@ fn parse(text: &str) -> Plan {
     for part in text.split(';') {
         match part.split_once('=') {
             Some(("log", path)) => plan.log = Some(path.into()),
+            Some(("fail", path)) => plan.fail = Some(path.into()),
             Some(("stall", name)) => plan.stall = Some(name.to_owned()),
             Some(("lose", at)) => {
                 plan.lose.extend(at.split_once('@').map(|(name, f)| (name.to_owned(), f.into())));
@@ -50,11 +54,32 @@ static HITS: AtomicU64 = AtomicU64::new(0);
 
 /// Marks a point between two effects. The name is `room.effect.before` or `room.effect.after`.
 pub fn hit(name: &str) {
+    pass(name, "");
+}
+
+/// Marks a point before an effect that can fail, and fails in its place if that is asked for.
+///
+/// # Errors
+/// The errno that was asked for.
+pub fn fails(name: &str) -> rustix::io::Result<()> {
+    pass(name, " can fail");
+    let plan = PLAN.get().and_then(Option::as_ref);
+    let Some(file) = plan.and_then(|plan| plan.fail.as_ref()) else { return Ok(()) };
+    let named = std::fs::read_to_string(file).unwrap_or_default();
+    match named.trim().split_once(' ') {
+        Some((at, errno)) if at == name => {
+            errno.parse().map_or(Ok(()), |errno| Err(rustix::io::Errno::from_raw_os_error(errno)))
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
+fn pass(name: &str, kind: &str) {
     let plan = PLAN.get_or_init(|| std::env::var(VARIABLE).ok().map(|text| parse(&text)));
     let Some(plan) = plan else { return };
     let n = HITS.fetch_add(1, Ordering::SeqCst) + 1;
     if let Some(path) = &plan.log {
-        let line = format!("{n} {name}\n");
+        let line = format!("{n} {name}{kind}\n");
         let _ = std::fs::OpenOptions::new()
             .create(true)
             .append(true)

@@ -133,13 +133,18 @@ impl Host {
     }
 
     pub fn run(&self, args: &[&str]) -> Output {
-        Command::new(&self.binary)
+        self.verb(args).output().unwrap()
+    }
+
+    /// A verb, not yet started.
+    pub fn verb(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(&self.binary);
+        command
             .args(args)
             .args(["-o", "json", "--timeout", "120s"])
             .env("OVERFENCE_SOCKET", self.dir.join("run/overfence.sock"))
-            .stdin(Stdio::null())
-            .output()
-            .unwrap()
+            .stdin(Stdio::null());
+        command
     }
 
     /// Exit code and JSON answer of a verb.
@@ -170,6 +175,15 @@ impl Host {
     /// The same; none if the agent is gone before it has answered whole.
     pub fn try_http(&self, method: &str, path: &str, body: &str) -> Option<Answer> {
         ask_at(&self.dir.join("run/overfence.sock"), method, path, body)
+    }
+
+    /// A counter or gauge, by its name with its labels and without the prefix.
+    pub fn metric(&self, name: &str) -> u64 {
+        let text = self.http("GET", "/metrics", "").body;
+        let value = text.lines().find_map(|line| {
+            line.strip_prefix("overfence_")?.strip_prefix(name)?.strip_prefix(' ')
+        });
+        value.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
     }
 
     /// Waits for a session to fit.

@@ -26,7 +26,7 @@ pub struct Test {
 }
 
 /// Longer than any test should take; a hung one is killed through its cgroup.
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(300);
 /// How many times slower than plain hardware the host is; an emulated guest says so.
 const PACE: &str = "OVERFENCE_TEST_PACE";
 /// How often races are run.

@@ -252,6 +252,7 @@ fn held(host: &Host, workspace: &str) -> Held {
     assert_eq!(code, 8, "read-only was granted");
     let view = host.until(&id, |v| has(v, "upper-frozen"));
     assert!(has(&view, "frozen") && !has(&view, "read-only"), "{view:#}");
+    assert!(host.metric("fences_total{fact=\"upper-frozen\",result=\"proved\"}") >= 1);
     (id, view, [inside, outside], [upper.join("in"), upper.join("out")], lift)
 }
 

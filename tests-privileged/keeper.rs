@@ -115,7 +115,7 @@ const LONG: Duration = Duration::from_secs(1000);
 fn i9_a_deadline_is_kept_without_an_agent(host: &host::Place) {
     let path = host.dir.join("deadlines");
     // Before there is a file: it waits for one.
-    let _keeper = Keeper::start(&path);
+    let keeper = Keeper::start(&path);
     std::thread::sleep(PASS);
     let mut kept = Session::new(host, "kept", soon(LONG));
     let mut lost = Session::new(host, "lost", soon(LONG));
@@ -138,8 +138,18 @@ fn i9_a_deadline_is_kept_without_an_agent(host: &host::Place) {
     // Whoever thaws it against its deadline has it for a pass.
     for _ in 0..3 {
         lost.cgroup.write_freeze(false).unwrap();
+        let thawed = Instant::now();
         until("it is frozen again", || lost.frozen());
+        let had = thawed.elapsed();
+        assert!(had < PASS + host::paced(Duration::from_millis(200)), "it had {had:?}");
     }
+    // Where it may, it is locked in memory; where it may not, it says so.
+    let status = std::fs::read_to_string(format!("/proc/{}/status", keeper.0)).unwrap();
+    let locked = status.lines().find_map(|line| line.strip_prefix("VmLck:")).unwrap().trim();
+    let said = std::fs::read_to_string(path.with_file_name("keeper.log")).unwrap();
+    let may = caps::has_cap(None, caps::CapSet::Effective, caps::Capability::CAP_IPC_LOCK).unwrap();
+    assert!(locked != "0 kB" || !may, "VmLck {locked}: {said}");
+    assert!(locked != "0 kB" || said.contains("not locked in memory"), "VmLck {locked}: {said}");
     // Renewed and thawed, it runs; the keeper does not thaw by itself.
     lost.until(&mut table, soon(LONG));
     std::thread::sleep(PASS * 3);

@@ -272,6 +272,7 @@ fn removed(place: &Place) {
     std::fs::write(cgroup.join("cgroup.freeze"), "0").unwrap();
     wait("it is frozen again", frozen);
     wait("it is told", || told(&host, &id, "foreign_thaw").0 >= 3);
+    assert!(host.metric("foreign_thaws_total") >= 3);
 
     // With processes, which have to be moved out first, while no agent runs.
     let opened = host.open("x", &paced_ttl(60));

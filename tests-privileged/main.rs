@@ -21,6 +21,7 @@ mod daemon;
 mod deep;
 mod delta;
 mod demo;
+mod faults;
 mod full_disk;
 mod gate;
 mod gc;
@@ -75,6 +76,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("openapi", openapi::tests()),
         ("contract", contract::tests()),
         ("restart", restart::tests()),
+        ("faults", faults::tests()),
         ("rollback", rollback::tests()),
         ("content", content::tests()),
         ("gc", gc::tests()),
@@ -95,6 +97,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("image", image::tests()),
         ("full_disk", full_disk::tests()),
         ("writers", writers::tests()),
+        ("sealed", writers::sealed()),
         ("slow_disk", slow_disk::tests()),
         ("breakers", breakers::tests()),
         ("confinement", confinement::tests()),

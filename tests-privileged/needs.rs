@@ -52,6 +52,9 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("delta::a_diff_is_what_podman_says_where_it_answers", &["podman"]),
     ("outside::skopeo_and_umoci_unpack_what_was_mounted", &["skopeo", "umoci"]),
     ("outside::skopeo_reads_a_bundle_and_copies_it_whole", &["skopeo"]),
+    ("seal::on_xfs_an_open_descriptor_goes_on_and_the_proof_says_so", &["loop-devices", "xfs"]),
+    ("seal::on_btrfs_an_open_descriptor_goes_on_and_the_proof_says_so", &["loop-devices", "btrfs"]),
+    ("sealed::", &["loop-devices"]),
     // An ext4 of their own; and the flag needs a capability that a container does not have.
     ("seal::", &["loop-devices"]),
     ("round_trip::an_upper_comes_back_as_the_model_on_ext4", &["loop-devices"]),
@@ -112,7 +115,7 @@ struct Answer {
 }
 
 /// What tests need and overfence does not.
-fn beside_doctor() -> [(String, (bool, String)); 10] {
+fn beside_doctor() -> [(String, (bool, String)); 12] {
     let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
     let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
     let field =
@@ -136,11 +139,25 @@ fn beside_doctor() -> [(String, (bool, String)); 10] {
             io_uring::IoUring::new(1)
                 .map_or_else(|e| (false, e.to_string()), |_| (true, String::new())),
         ),
+        ("xfs", file_system("xfs")),
+        ("btrfs", file_system("btrfs")),
         ("unconfined-root", (unconfined, detail)),
         ("controllers", (controllers, format!("its cgroup v2 has {offered:?}"))),
         ("hybrid-cgroups", (is_hybrid(), "its cgroup v2 has all controllers".to_owned())),
     ]
     .map(|(need, answer)| (need.to_owned(), answer))
+}
+
+/// Whether one can be made and mounted: the kernel has it or a module of it, and there is its mkfs.
+fn file_system(name: &str) -> (bool, String) {
+    // Built in, or no modules here: the list of what is registered decides.
+    let _ = Command::new("modprobe").args(["-q", name]).status();
+    let known = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    let known = known.lines().any(|line| line.split_whitespace().last() == Some(name));
+    let make = ["/usr/sbin", "/sbin"]
+        .iter()
+        .any(|dir| Path::new(dir).join(format!("mkfs.{name}")).exists());
+    (known && make, format!("the kernel has {name}: {known}, mkfs.{name} is there: {make}"))
 }
 
 fn is_hybrid() -> bool {

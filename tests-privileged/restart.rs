@@ -315,7 +315,7 @@ fn killed_at(place: &Place, hit: u64, upper: Upper) {
     let done = if ready { scenario(&host, upper) } else { Acknowledged::default() };
     host.kill_agent();
     assert!(host.start(None), "hit {hit}: the agent does not start again: {}", host.log());
-    settle(&host, hit);
+    settle(&host, &format!("hit {hit}"));
     let context = || format!("hit {hit}, {done:?}\n{}", host.log());
     // I2 and I1: what was acknowledged holds.
     let (code, w) = host.ask(&["workspace", "status", "w"]);
@@ -370,7 +370,7 @@ fn killed_at(place: &Place, hit: u64, upper: Upper) {
 }
 
 /// Waits until nothing is under way.
-fn settle(host: &Host, hit: u64) {
+pub fn settle(host: &Host, what: &str) {
     let begun = Instant::now();
     loop {
         let sessions = host.must(&["session", "list"]);
@@ -385,7 +385,7 @@ fn settle(host: &Host, hit: u64) {
         }
         assert!(
             begun.elapsed() < paced(Duration::from_secs(20)),
-            "hit {hit} does not settle: {sessions:#}\n{}",
+            "{what} does not settle: {sessions:#}\n{}",
             host.log()
         );
         std::thread::sleep(Duration::from_millis(20));
@@ -402,7 +402,7 @@ fn end(host: &Host, id: &str) {
 }
 
 /// Mounts, cgroups, directories and run-time directories that no session explains.
-fn leftovers(host: &Host) -> Vec<String> {
+pub fn leftovers(host: &Host) -> Vec<String> {
     let begun = Instant::now();
     loop {
         let known: BTreeSet<String> = host

@@ -20,6 +20,15 @@ pub fn tests() -> Vec<Test> {
     let here = [
         Test { name: "on_ext4_nothing_is_written_any_more", run: on_ext4 },
         Test { name: "on_tmpfs_an_open_descriptor_goes_on_and_the_proof_says_so", run: on_tmpfs },
+        Test {
+            name: "on_xfs_an_open_descriptor_goes_on_and_the_proof_says_so",
+            run: |p| on_a_disk(p, "xfs", &["mkfs.xfs", "-q", "-f"]),
+        },
+        Test {
+            name: "on_btrfs_an_open_descriptor_goes_on_and_the_proof_says_so",
+            run: |p| on_a_disk(p, "btrfs", &["mkfs.btrfs", "-q", "-f"]),
+        },
+        Test { name: "several_lots_are_sealed_at_the_same_time", run: parallel },
         Test { name: "policy_seals_a_busy_session_after_its_time", run: by_policy },
         Test { name: "what_is_used_from_while_it_was_sealed_is_no_readmission", run: stuck },
         Test { name: "i8_killed_in_the_middle_it_is_done_again", run: crashed },
@@ -151,6 +160,7 @@ fn on_ext4(place: &Place) {
     let fenced = host.must(&["fence", &id, "--to", "sealed", "--reason", "test", "--wait"]);
     let view = &fenced["session"];
     assert!(has(view, "frozen") && has(view, "sealed") && !has(view, "read-only"), "{view:#}");
+    assert_eq!(host.metric("fences_total{fact=\"sealed\",result=\"proved\"}"), 1);
     let proof = proof_of(view, "sealed");
     let answer = proof["answer"].as_str().unwrap();
     eprintln!("{answer}; {} us", proof["took_us"]);
@@ -218,9 +228,23 @@ fn on_ext4(place: &Place) {
 }
 
 fn on_tmpfs(place: &Place) {
-    let mut host = host_on(place, |at| {
+    goes_on(place, "tmpfs", |at| {
         must(Command::new("mount").args(["-t", "tmpfs", "-o", "size=96m", "tmpfs"]).arg(at));
     });
+}
+
+fn on_a_disk(place: &Place, kind: &str, make: &[&str]) {
+    let image = place.dir.join("image");
+    File::create(&image).unwrap().set_len(512 << 20).unwrap();
+    must(Command::new(make[0]).args(&make[1..]).arg(&image));
+    goes_on(place, kind, |at| {
+        must(Command::new("mount").args(["-t", kind, "-o", "loop"]).arg(&image).arg(at));
+    });
+}
+
+/// What the flag is worth off ext4: names and new opens are refused, who has it open goes on.
+fn goes_on(place: &Place, kind: &str, mount: impl FnOnce(&Path)) {
+    let mut host = host_on(place, mount);
     let opened = host.open("w", &paced_ttl(60));
     let (id, session) = (id_of(&opened), &opened["session"]);
     furnish(session);
@@ -231,9 +255,12 @@ fn on_tmpfs(place: &Place) {
     let proof = proof_of(&fenced["session"], "sealed");
     let answer = proof["answer"].as_str().unwrap();
     eprintln!("{answer}; {} us", proof["took_us"]);
-    assert!(answer.contains("on tmpfs, writing by a descriptor opened before GOES ON"), "{answer}");
+    let worth = format!("on {kind}, writing by a descriptor opened before GOES ON");
+    assert!(answer.contains(&worth), "{answer}");
     assert!(answer.contains("by a mapping made before GOES ON"), "{answer}");
+    assert_eq!(flagged(&upper).1, Vec::<PathBuf>::new(), "without the flag");
     outside.write_all(b"!").unwrap();
+    assert_eq!(std::fs::read(upper.join("a/one")).unwrap(), b"a/one!!", "it goes on, as it says");
     let eperm = Some(libc::EPERM);
     assert_eq!(errno(append(&merged.join("three"))), eperm, "a new open");
     assert_eq!(errno(File::create(merged.join("new"))), eperm, "a create");
@@ -243,6 +270,31 @@ fn on_tmpfs(place: &Place) {
     append(&merged.join("three")).unwrap().write_all(b"?").unwrap();
     drop(outside);
     host.must(&["session", "close", &id, "--discard", "--yes"]);
+    host.stop();
+}
+
+/// Two lots of files, and each takes as long as a stall: beside each other that is one.
+fn parallel(place: &Place) {
+    let mut host = ext4_host(place);
+    host.kill_agent();
+    assert!(host.start(Some("stall=kernel.seal.set.after")), "{}", host.log());
+    let opened = host.open("w", &paced_ttl(60));
+    let (id, session) = (id_of(&opened), &opened["session"]);
+    for lot in ["a", "b"] {
+        let dir = path_of(session, "merged").join(lot);
+        std::fs::create_dir(&dir).unwrap();
+        std::fs::write(dir.join("file"), "x").unwrap();
+    }
+    host.must(&["fence", &id, "--to", "sealed", "--reason", "test", "--wait"]);
+    let view = host.until(&id, |v| has(v, "sealed"));
+    let took = Duration::from_micros(proof_of(&view, "sealed")["took_us"].as_u64().unwrap());
+    let threads = std::thread::available_parallelism().unwrap().get().min(2);
+    eprintln!("two lots of {:?} in {took:?}", overfence::failpoint::STALL);
+    let turns = u32::try_from(3 - threads).unwrap();
+    assert!(took >= overfence::failpoint::STALL * turns, "{took:?}: nothing was shown");
+    let limit = overfence::failpoint::STALL * turns + overfence::failpoint::STALL * 3 / 4;
+    assert!(took < paced(limit), "{took:?}: one after the other");
+    host.must(&["preserved", "discard", &id, "--yes"]);
     host.stop();
 }
 

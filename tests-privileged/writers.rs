@@ -43,6 +43,12 @@ pub fn tests() -> Vec<Test> {
     [shapes(), neighbour::tests()].into_iter().flatten().collect()
 }
 
+/// One test a shape of whose row says what lands after `sealed`; in a room of its own, since each has an
+/// ext4 of its own.
+pub fn sealed() -> Vec<Test> {
+    sealed_shapes().into_iter().filter(|test| expected::is_sealed(test.name)).collect()
+}
+
 macro_rules! shapes {
     ($($shape:expr),* $(,)?) => {
         const SHAPES: [Shape; [$(stringify!($shape)),*].len()] = [$($shape),*];
@@ -52,7 +58,18 @@ macro_rules! shapes {
                 Test { name: SHAPE.name, run: |place| course::run(place, &SHAPE) }
             }),*]
         }
+        fn sealed_shapes() -> Vec<Test> {
+            vec![$({
+                const SHAPE: Shape = $shape;
+                Test { name: SHAPE.name, run: |place| course::run_sealed(place, &SHAPE) }
+            }),*]
+        }
     };
+}
+
+/// Whether the upper lies in memory.
+fn in_memory(scene: &Scene) -> bool {
+    rustix::fs::statfs(&scene.upper).unwrap().f_type == 0x0102_1994
 }
 
 /// The one file that a writer writes.
@@ -104,7 +121,12 @@ shapes![
     Shape::new("unlinked", |s| s.inside("unlinked", &[&bytes(s)]))
         .when_seen(|s| assert_eq!(s.inside[0].ask(b'u'), b'u')),
     Shape::new("large-write", |s| s.inside("large-write", &[&bytes(s)])).bytes(Bytes::Call),
-    Shape::new("large-fsync", |s| s.inside("large-fsync", &[&bytes(s)])).bytes(Bytes::Before),
+    Shape::new("large-fsync", |s| s.inside("large-fsync", &[&bytes(s)]))
+        .bytes(Bytes::Before)
+        // In memory there is nothing to wait for.
+        .when_asked(|s| if !in_memory(s) {
+            s.inside[0].until_it_calls(libc::SYS_fsync);
+        }),
     Shape::new("large-copy-up", |s| {
         s.inside("large-copy-up", &[&bytes(s)]);
         // A tenth of the time it takes.
@@ -128,6 +150,14 @@ shapes![
         let pid = s.inside[0].pid().to_string();
         s.outside("tracer", &[pid.as_ref()]);
     }),
+    Shape::new("ptrace-stopped", |s| {
+        s.inside("append", &[&bytes(s)]);
+        let pid = s.inside[0].pid().to_string();
+        s.outside("stopper", &[pid.as_ref()]);
+    })
+    .bytes(Bytes::Before)
+    // Its tracer goes, and with it what held it: the freeze has to.
+    .when_frozen(|s| s.outside.clear()),
     Shape::new("nested-cgroups", |s| s.inside("nested", &[&bytes(s), &s.cgroup.clone()]))
         // The user's own freeze and thaw below ours.
         .when_frozen(|s| {
@@ -173,8 +203,8 @@ shapes![
         std::fs::create_dir(&nested).unwrap();
         s.hold(Bound::tmpfs(nested.clone()));
         s.inside("append", &[&nested.join("bytes")]);
-    })
-    .bytes(Bytes::None),
+        s.also.push(nested);
+    }),
     Shape::new("hung-open", caught).bytes(Bytes::Before).open(|place, agent| lower::open_covered(
         place,
         agent,

@@ -12,7 +12,7 @@
 # A digest covers every input: the recipe, the sources, the kernel package's version.
 
 # What the suite and the units need beside `minbase`.
-readonly rootfs_packages=systemd,systemd-sysv,dbus,udev,util-linux,kmod,e2fsprogs,procps,bubblewrap,python3,jq,sqlite3,iproute2,zstd,systemd-container
+readonly rootfs_packages=systemd,systemd-sysv,dbus,udev,util-linux,kmod,e2fsprogs,xfsprogs,btrfs-progs,procps,bubblewrap,python3,jq,sqlite3,iproute2,zstd,systemd-container
 
 # Units that a guest of some minutes would only wait for, or that would run beside its tests.
 readonly masked_units=(serial-getty@ttyS0.service getty@tty1.service systemd-random-seed.service

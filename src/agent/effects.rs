@@ -63,6 +63,17 @@ pub fn tried_again(effect: &Effect) -> bool {
     matches!(effect, Effect::ReadOnly | Effect::ProveGone)
 }
 
+/// An effect that was not begun: it is tried again.
+fn undone(effect: &Effect, why: String) -> Event {
+    match effect {
+        // Nothing was sent; resolving the key says so for good.
+        Effect::Publish { key, .. } => {
+            Event::Published { key: *key, outcome: Published::Unknown { why } }
+        }
+        _ => Event::Failed { what: effect.name().to_owned(), why },
+    }
+}
+
 impl Host {
     /// Performs one effect. A failure is an event like every other answer.
     pub fn perform(
@@ -75,22 +86,38 @@ impl Host {
         if self.breaker_stops(effect, s.state) {
             return vec![Event::Held { what: effect.name().to_owned() }];
         }
-        let point = |when| failpoint::hit(&format!("effect.{}.{when}", effect.name()));
         if matches!(effect, Effect::Kill | Effect::Remove | Effect::Publish { .. })
             && let Err(fault) = self.store.anchor()
         {
-            let why = format!("the evidence could not be anchored: {}", text(fault));
-            return vec![match effect {
-                // Nothing was sent; resolving the key says so for good.
-                Effect::Publish { key, .. } => {
-                    Event::Published { key: *key, outcome: Published::Unknown { why } }
-                }
-                _ => Event::Failed { what: effect.name().to_owned(), why },
-            }];
+            return vec![undone(
+                effect,
+                format!("the evidence could not be anchored: {}", text(fault)),
+            )];
         }
-        point("before");
         let begun = clock::now();
-        let answer = match effect {
+        let answer = match failpoint::fails(&format!("effect.{}.before", effect.name())) {
+            Err(errno) => match undone(effect, text(errno)) {
+                Event::Failed { why, .. } => Err(why),
+                event => Ok(vec![event]),
+            },
+            Ok(()) => self.done(slot, s, effect, tried),
+        };
+        failpoint::hit(&format!("effect.{}.after", effect.name()));
+        self.metrics.effect(effect.name(), answer.is_ok(), clock::now().since(begun));
+        answer.unwrap_or_else(|why| {
+            tracing::warn!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "{}: {why}", effect.name());
+            vec![Event::Failed { what: effect.name().to_owned(), why }]
+        })
+    }
+
+    fn done(
+        self: &Arc<Self>,
+        slot: &Arc<Slot>,
+        s: &Session,
+        effect: &Effect,
+        tried: Try,
+    ) -> Answered {
+        match effect {
             Effect::Freeze { .. } => self.freeze(slot, s),
             Effect::Thaw => self.thaw(slot),
             Effect::ReadOnly => self.read_only(slot, s, tried),
@@ -109,13 +136,7 @@ impl Host {
             Effect::ProveGone => self.prove_gone(slot, tried),
             Effect::Remove => self.remove(slot, s),
             Effect::Show => self.show(slot).map(|()| vec![]),
-        };
-        point("after");
-        self.metrics.effect(effect.name(), answer.is_ok(), clock::now().since(begun));
-        answer.unwrap_or_else(|why| {
-            tracing::warn!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "{}: {why}", effect.name());
-            vec![Event::Failed { what: effect.name().to_owned(), why }]
-        })
+        }
     }
 
     /// The cgroup; made again if somebody removed it.

@@ -99,8 +99,9 @@ fn replace(path: &Path, value: &impl Serialize) -> Result<(), String> {
     // The watch and the session's worker may be at it at the same time.
     let new = path.with_extension(format!("new-{}", clock::now().0));
     let bytes = serde_json::to_vec(value).map_err(text)?;
-    failpoint::hit("keep.write.before");
-    let done = std::fs::write(&new, bytes).and_then(|()| std::fs::rename(&new, path));
+    let may = failpoint::fails("keep.write.before").map_err(std::io::Error::from);
+    let done =
+        may.and_then(|()| std::fs::write(&new, bytes)).and_then(|()| std::fs::rename(&new, path));
     failpoint::hit("keep.write.after");
     done.map_err(|e| format!("cannot write {}: {e}", path.display()))
 }
@@ -187,9 +188,10 @@ fn bring_back(
 ) {
     let mut outside = Vec::new();
     let mut strays = Vec::new();
-    failpoint::hit("keep.bring_back.before");
+    let may = failpoint::fails("keep.bring_back.before");
     for Moved { member, command, cgroup: found } in moved {
-        let left_out = cgroup.take_in(member.pid).err().map(text);
+        let taken = may.map_err(text).and_then(|()| cgroup.take_in(member.pid).map_err(text));
+        let left_out = taken.err();
         if left_out.is_some() {
             outside.push(member);
         }

@@ -445,6 +445,10 @@ impl Host {
         super::show::prepare(&self.paths, s.id).map_err(io("make the run-time directory"))?;
         {
             let mut inner = slot.lock();
+            // Without it the keeper would know nothing of what is about to run.
+            let (deadline, _) = inner.deadline();
+            self.enter_deadline(&inner.session, deadline)
+                .map_err(|why| Failure::new(Code::Internal, why))?;
             self.refresh_deadline(&inner);
             let cgroup = self.make_cgroup(&s).map_err(|e| Failure::new(Code::Internal, text(e)))?;
             inner.cgroup = Some(Arc::new(cgroup));
@@ -452,12 +456,14 @@ impl Host {
         match seed {
             None => self.give_root(&dirs.upper, &lowers, s.run_as)?,
             Some(seed) if dirs.image.is_some() => {
-                crate::failpoint::hit("seed.copy.before");
+                crate::failpoint::fails("seed.copy.before")
+                    .map_err(|e| io("copy the upper")(e.into()))?;
                 self.copy_seed(&seed.upper, &dirs.upper)?;
                 crate::failpoint::hit("seed.copy.after");
             }
             Some(seed) => {
-                crate::failpoint::hit("seed.move.before");
+                crate::failpoint::fails("seed.move.before")
+                    .map_err(|e| io("move the upper")(e.into()))?;
                 // It takes the place of an empty directory, or fails.
                 std::fs::rename(&seed.upper, &dirs.upper).map_err(io("move the upper"))?;
                 crate::failpoint::hit("seed.move.after");

@@ -4,7 +4,9 @@
 //!    stepped with what was found: everything stale has `freeze=1` written when this returns, and
 //!    READY may be said; proofs and removals follow by the sessions' workers.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::effects::text;
 use super::host::Host;
@@ -13,13 +15,14 @@ use crate::kernel::cgroup::Cgroup;
 use crate::kernel::clock;
 use crate::kernel::deadlines::Entry;
 use crate::kernel::overlay;
+use crate::model::classify::{self, Answer, Observed, Plan, Record, classify};
 use crate::model::facts::Fact;
 use crate::model::ids::SessionId;
 use crate::model::journal::{Draft, Journal};
-use crate::model::session::{Session, State};
+use crate::model::session::{Loss, Session, State};
 use crate::model::step::{Event, Found, Purpose};
-use crate::model::time::BootNs;
-use crate::store::Durability;
+use crate::model::time::{BootInstant, BootNs};
+use crate::store::{Durability, Unreadable};
 use crate::upper::bundle;
 use crate::upper::remove::{self, SessionDirs};
 
@@ -32,6 +35,24 @@ pub struct Started {
     pub stale: usize,
     /// Records that could not be believed.
     pub unreadable: usize,
+}
+
+/// What the authority said of a session's lease.
+#[derive(Debug)]
+pub(super) struct Heard {
+    /// Its answer.
+    pub answer: Answer,
+    /// Why the lease is over, where it says so.
+    loss: Option<Loss>,
+    /// Why it gave no answer, if it gave none.
+    cause: Option<String>,
+}
+
+/// What nobody has a record of, or one that is not believed, is stopped and left to a person: whatever
+/// the host shows of it and whatever the authority says.
+pub(super) fn unknown(record: Record, held: bool) -> Plan {
+    let seen = Observed { record, rebooted: false, in_time: false, fence_stamped: false, held };
+    classify(seen, Answer::Silent).1
 }
 
 impl Host {
@@ -66,6 +87,7 @@ impl Host {
         let mut started = Started::default();
         let records = self.store.sessions().map_err(text)?;
         self.recall_breaker(&records.iter().flatten().collect::<Vec<_>>())?;
+        self.stop_orphans(&records, &entries);
         for record in records {
             match record {
                 Ok(s) if s.state == State::Closed => {}
@@ -84,7 +106,7 @@ impl Host {
                         unreadable.id,
                         unreadable.why
                     );
-                    self.freeze_unreadable(&unreadable.id, &entries);
+                    self.freeze_unknown(&unreadable.id, &entries);
                     self.hold_for_session(&unreadable.id);
                 }
             }
@@ -112,7 +134,8 @@ impl Host {
     /// of sessions that have a record are their workers' to finish.
     fn finish_removals(self: &Arc<Self>) -> Result<(), String> {
         let mut left = self.trash_of_nobody().map_err(text)?;
-        if self.tripped().is_some() && !left.is_empty() {
+        let plan = unknown(Record::Trashed, self.tripped().is_some());
+        if plan != Plan::Remove && !left.is_empty() {
             let n = left.len();
             tracing::warn!("the breaker is open: {n} unfinished removal(s) wait for `gc`");
             left.clear();
@@ -166,10 +189,6 @@ impl Host {
             Entry::Valid(_) | Entry::Torn { .. } | Entry::Free => None,
         });
         let same_boot = s.boot == self.boot;
-        let lease_good = same_boot
-            && s.holds_lease()
-            && deadline.is_some_and(|at| at > clock::now())
-            && self.authority_agrees(&s);
         let dirs = SessionDirs::of(&self.paths.sessions, s.id, s.upper);
         let clock = LeaseClock::from_deadline(deadline.unwrap_or(BootNs(0)), s.ttl, s.ends);
         let slot = Slot::new(s, clock, dirs, true);
@@ -185,9 +204,8 @@ impl Host {
         super::watch::look(self, &slot);
         super::sweep::check_read_only(self, &slot);
         super::seal::check(self, &slot);
-        let fence_stamped = self.fence_stamped(&slot);
-        let found = Found { boot: self.boot, lease_good, fence_stamped };
-        self.apply(&slot, Event::Recovered(found), "agent");
+        let in_time = deadline.is_some_and(|at| at > clock::now());
+        self.decide(&slot, in_time);
         let inner = slot.lock();
         if inner.session.holds_lease() {
             self.refresh_deadline(&inner);
@@ -206,20 +224,55 @@ impl Host {
         })
     }
 
-    /// The authority is asked, but a silent one does not stop the start: the local deadline
-    /// decides, and the first renewal will tell.
-    fn authority_agrees(&self, s: &Session) -> bool {
+    /// What it is and what is to be done, by the reconciler's table; and that, as events.
+    fn decide(self: &Arc<Self>, slot: &Arc<Slot>, in_time: bool) {
+        let s = slot.session();
+        let seen = Observed {
+            record: Record::of(&s, Duration::ZERO, true),
+            rebooted: s.boot != self.boot,
+            in_time,
+            fence_stamped: self.fence_stamped(slot),
+            held: self.tripped().is_some(),
+        };
+        // The others are stopped already, whatever it says.
+        let heard = match s.holds_lease() {
+            true => self.authority_says(&s),
+            false => Heard { answer: Answer::recorded(&s), loss: None, cause: None },
+        };
+        let (_, plan) = classify(seen, heard.answer);
+        if plan == Plan::Stop
+            && !seen.fence_stamped
+            && let Some(loss) = heard.loss
+        {
+            self.apply(slot, Event::LeaseLost { loss, revoke: false }, "authority");
+        }
+        let lease_good = matches!(plan, Plan::Run | Plan::Wait);
+        let found = Found { boot: self.boot, lease_good, fence_stamped: seen.fence_stamped };
+        self.apply(slot, Event::Recovered(found), "agent");
+        if plan == Plan::Wait
+            && let Some(cause) = heard.cause
+        {
+            self.apply(slot, Event::RenewalMissed { cause }, "authority");
+        }
+    }
+
+    /// What the authority says of a session's lease. A silent one does not stop the start: the local
+    /// deadline decides, and the first renewal will tell.
+    pub(super) fn authority_says(&self, s: &Session) -> Heard {
+        let now = BootInstant { boot: self.boot, ns: clock::now() };
         match self.authority.get(&s.workspace) {
-            Ok(Some(w)) => {
-                let live = w.lease.is_some_and(|l| l.id == s.lease && l.state.may_publish());
-                live && w.generation == s.generation && w.hold.is_none()
+            Ok(w) => {
+                let answer = Answer::of(w.as_ref(), s, &now);
+                Heard { answer, loss: classify::loss(answer, w.as_ref()), cause: None }
             }
-            Ok(None) => false,
             // It does not verify: the workspace is on HOLD.
-            Err(crate::authority::Error::NotBelieved { .. }) => false,
+            Err(crate::authority::Error::NotBelieved { .. }) => {
+                Heard { answer: Answer::NotBelieved, loss: None, cause: None }
+            }
             Err(fault) => {
-                self.authority_answers(Some(&text(fault)));
-                true
+                let cause = text(fault);
+                self.authority_answers(Some(&cause));
+                Heard { answer: Answer::Silent, loss: None, cause: Some(cause) }
             }
         }
     }
@@ -273,8 +326,30 @@ impl Host {
         }
     }
 
+    /// Cgroups that no record explains, as after a database was put back to before their sessions
+    /// were opened. Nobody would ever freeze them once the keeper's table is gone.
+    fn stop_orphans(&self, records: &[Result<Session, Unreadable>], entries: &[Entry]) {
+        let known: BTreeSet<_> = records
+            .iter()
+            .map(|record| match record {
+                Ok(s) => s.id.to_string(),
+                Err(unreadable) => unreadable.id.clone(),
+            })
+            .collect();
+        let Ok(cgroups) = std::fs::read_dir(&self.paths.cgroups) else { return };
+        for name in cgroups.flatten().filter_map(|entry| entry.file_name().into_string().ok()) {
+            let ours = name.parse::<SessionId>().is_ok() && !known.contains(&name);
+            if ours && unknown(Record::Absent, false) == Plan::Person {
+                tracing::error!(
+                    "no record explains the cgroup {name}: it is frozen, and `overfence gc --dry-run` shows it"
+                );
+                self.freeze_unknown(&name, entries);
+            }
+        }
+    }
+
     /// Nothing is known of it, so it may not write.
-    fn freeze_unreadable(&self, id: &str, entries: &[Entry]) {
+    fn freeze_unknown(&self, id: &str, entries: &[Entry]) {
         let Ok(id) = id.parse::<SessionId>() else { return };
         // The keeper's table still says which cgroup it has.
         let entered = entries.iter().find_map(|entry| match entry {

@@ -15,6 +15,7 @@ use crate::authority::PRUNED;
 use crate::failpoint;
 use crate::kernel::rivals::Scope;
 use crate::kernel::{clock, overlay};
+use crate::model::classify::{Observed, Plan, Record, classify, of_running};
 use crate::model::facts::Fact;
 use crate::model::ledger::Which;
 use crate::model::session::{Session, State};
@@ -91,7 +92,16 @@ fn spawn_looks(host: &Arc<Host>, due: Looks) -> tokio::task::JoinHandle<Looks> {
 
 async fn pass(host: Arc<Host>, witnessed: Option<Duration>, started: BootNs) {
     let worker = Arc::clone(&host);
-    if let Err(fault) = tokio::task::spawn_blocking(move || worker.store.hold_room()).await {
+    let store = tokio::task::spawn_blocking(move || {
+        if let Some(why) = worker.store.trouble() {
+            // It can record nothing more, so it would hold what it froze and renew nothing. The next
+            // agent reads what is there, and a good lease is not disturbed by that.
+            tracing::error!("the store is not believed any more: {why}; ending");
+            std::process::exit(1);
+        }
+        worker.store.hold_room();
+    });
+    if let Err(fault) = store.await {
         tracing::error!("the reserve was not looked at: {fault}");
     }
     resume_doubted(&host).await;
@@ -158,10 +168,8 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
         tracing::warn!("the ledger was not looked at: {why}");
     }
     // Time with the breaker open does not count, either.
-    let held = host.tripped().is_some();
-    let may_delete = !held && clock::now().since(started) >= host.config.preserve.min_notice;
-    let witnessed = if held { Duration::ZERO } else { witnessed };
-    let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);
+    let tripped = host.tripped().is_some();
+    let may_delete = !tripped && clock::now().since(started) >= host.config.preserve.min_notice;
     let mut states: BTreeMap<State, u64> = BTreeMap::new();
     let mut missing: BTreeMap<Fact, u64> = BTreeMap::new();
     let (mut fenced, mut held, mut bytes) = (0, 0, 0);
@@ -174,6 +182,11 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
         super::seal::check(host, &slot);
         super::gate::check(host, &slot);
         let before = slot.session();
+        // Nor does time on HOLD.
+        let counts = !tripped && !host.store.marks().held(&slot.workspace);
+        let witnessed = if counts { witnessed } else { Duration::ZERO };
+        let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);
+        let may_delete = goes(host, &before, witnessed, may_delete);
         host.apply(&slot, Event::Witnessed { add_ms, may_delete }, "agent");
         let s = slot.session();
         announce(host, &slot, &before, &s)?;
@@ -203,6 +216,17 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
     host.metrics.reconciled(&states, &missing, bytes);
     shown.preserved_bytes = bytes;
     Ok(())
+}
+
+/// Whether a session's bytes go now, by the reconciler's table: the authority is asked only of one whose
+/// grace is over with what was `witnessed`.
+fn goes(host: &Host, s: &Session, witnessed: Duration, may_delete: bool) -> bool {
+    let record = Record::of(s, witnessed, false);
+    if record != Record::Due {
+        return false;
+    }
+    let seen = Observed { record, held: !may_delete, ..of_running(s, host.boot, false) };
+    classify(seen, host.authority_says(s).answer).1 == Plan::Remove
 }
 
 /// Says that a deletion by grace comes near: once at each of [`NOTICES`].

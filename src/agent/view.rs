@@ -7,7 +7,9 @@ use super::effects::text;
 use super::host::Host;
 use super::slot::{Inner, Slot};
 use crate::kernel::clock;
+use crate::model::classify::{Answer, Class, classify, of_running};
 use crate::model::facts::Fact;
+use crate::model::ids::BootId;
 use crate::model::lease::Lease;
 use crate::model::session::{OnBusy, Session, State};
 use crate::model::view::{
@@ -26,7 +28,7 @@ impl Host {
             workspace: s.workspace.to_string(),
             owner: s.owner.to_string(),
             state: s.state.to_string(),
-            class: class(s).to_owned(),
+            class: class(&inner, self.boot).name().to_owned(),
             lease: s.lease.to_string(),
             generation: s.generation.0,
             holder: s.holder,
@@ -209,21 +211,11 @@ pub fn missing(s: &Session) -> Option<Fact> {
     }
 }
 
-/// The reconciler's class of a session.
-pub fn class(s: &Session) -> &'static str {
-    use crate::model::session::Loss;
-    match s.state {
-        State::Opening | State::Active | State::Releasing if s.doubt.is_some() => "DOUBT",
-        State::Opening | State::Active | State::Releasing => "AUTHORISED",
-        State::Fencing | State::Fenced => match s.loss {
-            Some(Loss::Superseded { .. }) => "STALE_GENERATION",
-            Some(_) | None => "LEASE_LOST",
-        },
-        State::Preserved if s.safe_to_delete() => "SAFE_TO_DELETE",
-        State::Preserved => "PRESERVED_DELTA",
-        State::Deleting | State::Closed => "SAFE_TO_DELETE",
-        State::Quarantined => "QUARANTINED",
-    }
+/// The reconciler's class of a session, by what is known of it without asking anybody.
+fn class(inner: &Inner, boot: BootId) -> Class {
+    let s = &inner.session;
+    let in_time = clock::now() < inner.deadline().0;
+    classify(of_running(s, boot, in_time), Answer::recorded(s)).0
 }
 
 fn remaining(inner: &Inner) -> i64 {

@@ -44,7 +44,7 @@ pub fn bind(path: &Path) -> io::Result<UnixListener> {
              configuration; OVERFENCE_SOCKET overrides it)",
         ));
     }
-    crate::failpoint::hit("api.bind.before");
+    crate::failpoint::fails("api.bind.before")?;
     match std::fs::remove_file(path) {
         Err(fault) if fault.kind() != io::ErrorKind::NotFound => return Err(fault),
         _ => {}

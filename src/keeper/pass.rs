@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::failpoint;
+use crate::kernel::At as _;
 use crate::kernel::Result;
 use crate::kernel::cgroup::{Cgroup, Purpose, Stamp};
 use crate::kernel::clock;
@@ -99,13 +100,13 @@ impl Passed {
                 })
             }
             _ => {
-                failpoint::hit("keeper.stamp.before");
-                let answer = cgroup.stamp(&own);
+                let may = failpoint::fails("keeper.stamp.before").at("stamp cgroup", path);
+                let answer = may.and_then(|()| cgroup.stamp(&own));
                 failpoint::hit("keeper.stamp.after");
                 answer
             }
         };
-        failpoint::hit("keeper.freeze.before");
+        failpoint::fails("keeper.freeze.before").at("write cgroup.freeze of", path)?;
         cgroup.write_freeze(true)?;
         failpoint::hit("keeper.freeze.after");
         stamped.map(|()| Answer::Written)

@@ -161,7 +161,7 @@ pub fn make_parent(path: &Path) -> Result<()> {
 impl Cgroup {
     /// Makes a cgroup, or opens the one that is there already: doing it twice is the same.
     pub fn create(path: &Path) -> Result<Self> {
-        failpoint::hit("kernel.cgroup-create.before");
+        failpoint::fails("kernel.cgroup-create.before").at("make cgroup", path)?;
         match rustix::fs::mkdir(path, Mode::from_raw_mode(0o755)) {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(e) => return Err(e).at("make cgroup", path),
@@ -202,7 +202,7 @@ impl Cgroup {
     /// answer is EBUSY. Killed processes leave a moment later than `populated 0` says, so EBUSY is
     /// tried again for `patience`.
     pub fn remove(self, patience: Duration) -> Result<()> {
-        failpoint::hit("kernel.cgroup-remove.before");
+        failpoint::fails("kernel.cgroup-remove.before").at("remove cgroup", &self.path)?;
         let until = clock::now().plus(patience);
         loop {
             match remove_below(&self.path) {
@@ -220,7 +220,8 @@ impl Cgroup {
     /// Leaves it as it was before it was a session's: no stamp, no ticket, no freeze. Nothing of the
     /// session runs in it any more.
     pub fn give_back(self) -> Result<()> {
-        failpoint::hit("kernel.cgroup-give-back.before");
+        failpoint::fails("kernel.cgroup-give-back.before")
+            .at("remove a stamp of cgroup", &self.path)?;
         for name in [STAMP, TICKET] {
             match rustix::fs::fremovexattr(&self.dir, name) {
                 Ok(()) | Err(Errno::NODATA) => {}
@@ -317,7 +318,7 @@ impl Cgroup {
     /// Freezes it and waits for the proof, `deadline` from now at most. A system call in progress
     /// runs to its end first. When late, the wish stays written.
     pub fn freeze(&self, deadline: Duration) -> Result<Outcome> {
-        failpoint::hit("kernel.freeze.before");
+        failpoint::fails("kernel.freeze.before").at("write cgroup.freeze of", &self.path)?;
         let begun = clock::now();
         self.write_freeze(true)?;
         let proof = self.await_state(begun, deadline, "cgroup.freeze=1", CgroupState::is_frozen)?;
@@ -327,7 +328,7 @@ impl Cgroup {
 
     /// Thaws it and waits until the kernel says `frozen 0`; late when an ancestor is frozen.
     pub fn thaw(&self, deadline: Duration) -> Result<Outcome> {
-        failpoint::hit("kernel.thaw.before");
+        failpoint::fails("kernel.thaw.before").at("write cgroup.freeze of", &self.path)?;
         let begun = clock::now();
         self.write_freeze(false)?;
         let thawed = |state: &CgroupState| !state.freeze && !state.frozen;
@@ -338,7 +339,7 @@ impl Cgroup {
 
     /// Kills everything in it and below, and waits for `populated 0`. Works on a frozen cgroup.
     pub fn kill(&self, deadline: Duration) -> Result<Outcome> {
-        failpoint::hit("kernel.kill.before");
+        failpoint::fails("kernel.kill.before").at("write cgroup.kill of", &self.path)?;
         let begun = clock::now();
         rustix::io::pwrite(&self.kill, b"1", 0).at("write cgroup.kill of", &self.path)?;
         let proof = self.await_state(begun, deadline, "cgroup.kill=1", |s| !s.populated)?;

@@ -177,7 +177,7 @@ impl Table {
             Some((index, _)) => *index,
             None => self.free_index()?,
         };
-        failpoint::hit("kernel.deadline-set.before");
+        failpoint::fails("kernel.deadline-set.before").at("write a deadline in", &self.path)?;
         self.put(index, Some(deadline))?;
         failpoint::hit("kernel.deadline-set.after");
         self.index.insert(deadline.session, (index, deadline.clone()));
@@ -187,9 +187,12 @@ impl Table {
 
     /// Frees a session's entry: the keeper looks after it no more.
     pub fn remove(&mut self, session: SessionId) -> Result<()> {
-        if let Some((index, _)) = self.index.remove(&session) {
-            failpoint::hit("kernel.deadline-remove.before");
+        if let Some((index, _)) = self.index.get(&session) {
+            let index = *index;
+            failpoint::fails("kernel.deadline-remove.before")
+                .at("free a deadline in", &self.path)?;
             self.put(index, None)?;
+            self.index.remove(&session);
             self.free.insert(index);
             failpoint::hit("kernel.deadline-remove.after");
         }
@@ -312,7 +315,7 @@ fn create(path: &Path, boot: BootId) -> Result<()> {
     let mut file = File::from(fd);
     file.write_all(&slots::encode_header(boot)).at("write", &new)?;
     file.set_len(FILE as u64).at("extend", &new)?;
-    failpoint::hit("kernel.deadlines-create.before");
+    failpoint::fails("kernel.deadlines-create.before").at("put in place", path)?;
     rustix::fs::rename(&new, path).at("put in place", path)?;
     failpoint::hit("kernel.deadlines-create.after");
     Ok(())

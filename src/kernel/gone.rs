@@ -187,8 +187,8 @@ pub fn index_probe(upper: &Path, scratch: &Path) -> Result<Probe> {
     }
     let upper_dir = Dir::open(upper)?;
     let before = upper_dir.own_xattrs()?;
-    failpoint::hit("kernel.index-probe.before");
     let ask = || {
+        failpoint::fails("kernel.index-probe.before").at("mount a probe of", upper)?;
         let answer = probe_mount(&upper_dir, &path);
         failpoint::hit("kernel.index-probe.after");
         for (name, _) in upper_dir.own_xattrs()? {

@@ -31,8 +31,8 @@ pub fn enable(root: &Path, parent: &Path, limits: &Limits) -> Result<()> {
             offered(root, controller)?;
             return Err(Error::NoController { controller, reason: why(root, parent, controller)? });
         }
-        failpoint::hit("kernel.controller.before");
         let path = parent.join("cgroup.subtree_control");
+        failpoint::fails("kernel.controller.before").at("enable a controller in", &path)?;
         std::fs::write(&path, format!("+{controller}")).at("enable a controller in", path)?;
         failpoint::hit("kernel.controller.after");
     }

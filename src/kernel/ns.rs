@@ -67,7 +67,7 @@ pub fn make_cell(pin: &Path, drop_below: &Path) -> Result<OwnedFd> {
     let each = (0..CpuSet::MAX_CPU).filter(|cpu| all.is_set(*cpu)).map(Some);
     for cpu in std::iter::once(None).chain(each) {
         let cell = copy_without(drop_below, cpu)?;
-        failpoint::hit("kernel.cell.before");
+        failpoint::fails("kernel.cell.before").at("pin the cell at", pin)?;
         match rustix::mount::mount_bind(proc_path(&cell), pin) {
             Err(Errno::INVAL) => {}
             answer => {
@@ -116,7 +116,7 @@ pub fn open_cell(pin: &Path) -> Result<Option<OwnedFd>> {
 
 /// Takes the pin away; the namespace lives on while something is in it.
 pub fn drop_cell(pin: &Path) -> Result<()> {
-    failpoint::hit("kernel.cell-drop.before");
+    failpoint::fails("kernel.cell-drop.before").at("unpin the cell at", pin)?;
     // The namespace, and the private mount that it lies on.
     loop {
         match rustix::mount::unmount(pin, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {

@@ -6,6 +6,7 @@
 
 pub mod backing;
 pub mod breaker;
+pub mod classify;
 pub mod code;
 pub mod facts;
 pub mod head;

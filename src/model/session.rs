@@ -442,6 +442,12 @@ impl Session {
         self.disposition.is_some() && self.unknown.is_empty()
     }
 
+    /// Whether nothing but the end of grace keeps the bytes, and that is reached with so much `more`
+    /// witnessed time.
+    pub fn grace_is_over(&self, more: Duration) -> bool {
+        self.unknown.is_empty() && self.witnessed.saturating_add(more) >= self.grace_ends()
+    }
+
     /// The witnessed time at which grace ends.
     pub fn grace_ends(&self) -> Duration {
         self.policy.grace.max(Duration::from_millis(self.keep_until.unwrap_or(0)))

@@ -104,6 +104,11 @@ impl Db {
         files::lengthen(Path::new(&log), LOG)
     }
 
+    /// Why it is not believed any more, if it is not.
+    pub fn trouble(&self) -> Option<String> {
+        self.broken.get().cloned()
+    }
+
     /// Commits that changed something, since open.
     pub fn commits(&self) -> u64 {
         self.commits.load(Ordering::Relaxed)
@@ -191,10 +196,9 @@ impl Db {
             return;
         }
         let changed = writer.conn.total_changes() != writer.changes_before;
-        if changed {
-            failpoint::hit("store.commit.before");
-        }
-        let fate = match writer.conn.execute_batch("COMMIT") {
+        let may = if changed { failpoint::fails("store.commit.before") } else { Ok(()) };
+        let committed = may.map_err(lost).and_then(|()| writer.conn.execute_batch("COMMIT"));
+        let fate = match committed {
             Ok(()) => {
                 if changed {
                     self.commits.fetch_add(1, Ordering::Relaxed);
@@ -233,6 +237,12 @@ impl Db {
             writer = self.decided.wait(writer).unwrap_or_else(PoisonError::into_inner);
         }
     }
+}
+
+/// What SQLite answers when a commit's system call fails, but for want of room.
+fn lost(errno: rustix::io::Errno) -> rusqlite::Error {
+    let code = rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_IOERR_FSYNC);
+    rusqlite::Error::SqliteFailure(code, Some(format!("disk I/O error: {errno}")))
 }
 
 /// Joins the open transaction or begins one. Fails only where none is open.

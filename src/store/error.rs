@@ -38,13 +38,15 @@ pub enum Error {
         why: String,
     },
     /// The commit failed: whether it lasts is known only after the store was opened again.
-    #[error("the answer of a commit was lost: {why}; restart the agent so that it reads again")]
+    #[error("the answer of a commit was lost: {why}; the agent ends, and the next one reads again")]
     CommitLost {
         /// The answer.
         why: String,
     },
     /// The store is not believed any more.
-    #[error("the store is not believed any more: {why}; restart the agent so that it reads again")]
+    #[error(
+        "the store is not believed any more: {why}; the agent ends, and the next one reads again"
+    )]
     NotBelieved {
         /// What happened first.
         why: String,

@@ -252,11 +252,10 @@ impl Anchors {
         (seq, hash): (u64, Digest),
     ) -> Result<(), Error> {
         let line = key.sign(&Anchor { seq, hash, time: now_text() }, ANCHOR)? + "\n";
-        failpoint::hit("store.anchor.before");
         // What a crash or a full disk left of a line is cut off first.
-        state
-            .file
-            .set_len(state.whole)
+        failpoint::fails("store.anchor.before")
+            .map_err(std::io::Error::from)
+            .and_then(|()| state.file.set_len(state.whole))
             .and_then(|()| state.file.write_all(line.as_bytes()))
             .and_then(|()| state.file.sync_data())
             .map_err(Error::io("write", &self.path))?;

@@ -199,8 +199,9 @@ impl Marks {
         let old = state.highest.get(workspace).copied().unwrap_or_default();
         let new = change(old);
         if new != old {
-            failpoint::hit("store.mark.before");
-            if let Err(error) = state.append(line(workspace, new).as_bytes()) {
+            let may = failpoint::fails("store.mark.before").map_err(std::io::Error::from);
+            let line = line(workspace, new);
+            if let Err(error) = may.and_then(|()| state.append(line.as_bytes())) {
                 return Err(Error::io("write", &self.path)(error));
             }
             state.highest.insert(workspace.clone(), new);
@@ -234,6 +235,12 @@ impl Marks {
         }
         self.synced.notify_all();
         state
+    }
+
+    /// Why the file is not believed any more, if it is not.
+    pub fn trouble(&self) -> Option<String> {
+        let why = self.lock().broken.clone();
+        why.map(|why| format!("{}: {why}", self.path.display()))
     }
 
     /// The highest that was seen of a workspace; nothing if it has no mark.
@@ -292,7 +299,8 @@ impl State {
 
     fn compact(&mut self, path: &Path) -> Result<(), Error> {
         let text: String = self.highest.iter().map(|(w, mark)| line(w, *mark)).collect();
-        failpoint::hit("store.mark_compact.before");
+        failpoint::fails("store.mark_compact.before")
+            .map_err(|e| Error::io("replace", path)(e.into()))?;
         files::replace(path, text.as_bytes(), 0o600)?;
         failpoint::hit("store.mark_compact.after");
         self.file = append_to(path)?;

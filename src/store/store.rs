@@ -224,6 +224,12 @@ impl Store {
         }
     }
 
+    /// Why this store is not believed until it is opened again, if it is not: a call failed of which
+    /// nobody knows what it left on the disk.
+    pub fn trouble(&self) -> Option<String> {
+        self.db.trouble().or_else(|| self.marks.trouble())
+    }
+
     /// The room held back for a full disk.
     pub fn reserve(&self) -> &Reserve {
         &self.reserve

@@ -146,12 +146,12 @@ pub fn export(
         _ => Path::new("."),
     };
     let partial = unique_name(above, PARTIAL)?;
-    failpoint::hit("upper.bundle.before");
+    failpoint::fails("upper.bundle.before").at("make", &partial)?;
     std::fs::DirBuilder::new().mode(readers.dirs()).create(&partial).at("make", &partial)?;
     let copied = write(store, &info, provenance, &partial, readers, stop);
     let written =
         copied.map_err(|error| if stop() { Error::Stopped } else { error }).and_then(|()| {
-            failpoint::hit("upper.bundle.rename.before");
+            failpoint::fails("upper.bundle.rename.before").at("rename into place", dest)?;
             match rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE) {
                 Err(Errno::EXIST) => Err(Error::Exists { path: Shown::from(dest) }),
                 answer => answer.at("rename into place", dest),

@@ -92,8 +92,9 @@ fn one(
         other => return reader.refuse("", format!("a layer is of type {other}")),
     };
     let scratch = store.scratch()?;
-    failpoint::hit("upper.image.before");
-    let outcome = unpacked(&scratch, tar, foreign, left, stop).and_then(|bytes| {
+    let may = failpoint::fails("upper.image.before").at("unpack into", &scratch);
+    let unpacked = may.and_then(|()| unpacked(&scratch, tar, foreign, left, stop));
+    let outcome = unpacked.and_then(|bytes| {
         let tree = Dir::open(&scratch)?;
         let source = Source::Upper(tree.as_fd(), Format::Trusted);
         Ok((capture(source, Writers::Running, store, stop)?, bytes))

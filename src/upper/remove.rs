@@ -76,7 +76,7 @@ pub fn create(sessions: &Path, id: SessionId, upper: Backing) -> Result<SessionD
         return Err(Error::Exists { path: Shown::from(&*dirs.root) });
     }
     let new = SessionDirs::at(sessions.join(format!("{MAKING}{id}")), upper);
-    failpoint::hit("upper.session.create.before");
+    failpoint::fails("upper.session.create.before").at("make", &new.root)?;
     let make = |path: &Path, mode| {
         std::fs::DirBuilder::new().mode(mode).create(path).at("make", path)?;
         // The umask must not decide who can enter.
@@ -161,7 +161,7 @@ pub fn remove(sessions: &Path, gone: &ProvedGone, trash: &Path) -> Result<Remove
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(trash).at("make", trash)?;
     let (from, to) = (Dir::open(sessions)?, Dir::open(trash)?);
     let name = id.to_string();
-    failpoint::hit("upper.remove.rename.before");
+    failpoint::fails("upper.remove.rename.before").at("move to the trash", &path)?;
     rustix::fs::renameat_with(&from, &*name, &to, &*name, RenameFlags::NOREPLACE)
         .at("move to the trash", &path)?;
     rustix::fs::fsync(&to).at("fsync", trash)?;
@@ -214,7 +214,7 @@ fn remove_trashed(trash: &Dir, name: &OsStr) -> Result<Removed> {
         .ok_or_else(|| unmarked("its name is no session id"))?;
     let dir = trash.child(name)?;
     let mut removed = Removed::default();
-    failpoint::hit("upper.remove.before");
+    failpoint::fails("upper.remove.before").at("remove", &path)?;
     // The marker goes last; an empty directory is one whose marker went already.
     if dir.entries()?.next().is_some() {
         check_marker(&dir, id)?;

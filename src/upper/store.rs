@@ -222,7 +222,7 @@ impl LayerStore {
     /// stays at least until it is settled.
     pub(super) fn add(&self, write: impl FnOnce(&File) -> Result<LayerInfo>) -> Result<LayerInfo> {
         let temporary = unique_name(&self.dir, TEMPORARY)?;
-        failpoint::hit("upper.layer.before");
+        failpoint::fails("upper.layer.before").at("make", &temporary)?;
         std::fs::DirBuilder::new().mode(0o700).create(&temporary).at("make", &temporary)?;
         let outcome = self.add_in(&temporary, write);
         if outcome.is_err() || temporary.exists() {
@@ -258,7 +258,7 @@ impl LayerStore {
 
     fn place(&self, temporary: &Path, info: LayerInfo) -> Result<LayerInfo> {
         let place = self.of(info.diff_id);
-        failpoint::hit("upper.layer.rename.before");
+        failpoint::fails("upper.layer.rename.before").at("rename into place", &place)?;
         match std::fs::rename(temporary, &place) {
             // Same content: keep the first. A directory is never empty here.
             Err(e) if matches!(e.raw_os_error(), Some(libc::ENOTEMPTY | libc::EEXIST)) => {
@@ -373,7 +373,7 @@ impl LayerStore {
         if tree.exists() {
             remove::remove_tree(&tree)?;
         }
-        failpoint::hit("upper.tree.before");
+        failpoint::fails("upper.tree.before").at("make", &tree)?;
         std::fs::create_dir(&tree).at("make", &tree)?;
         let top = File::open(&tree).at("open", &tree)?;
         let blob = File::open(dir.join(BLOB)).at("open", dir.join(BLOB))?;
@@ -415,7 +415,7 @@ impl LayerStore {
                 if let Some(source) = std::error::Error::source(fault) {
                     why = format!("{why}: {source}");
                 }
-                failpoint::hit("upper.damaged.before");
+                failpoint::fails("upper.damaged.before").at("write", &mark)?;
                 let _ = std::fs::remove_file(&mark);
                 write_durable(&mark, 0o600, why.as_bytes())?;
                 sync_dir(&dir)?;
@@ -449,7 +449,7 @@ impl LayerStore {
     pub fn remove(&self, doomed: &Doomed<'_>) -> Result<()> {
         let diff_id = doomed.layer;
         let (place, doomed) = (self.of(diff_id), unique_name(&self.dir, TEMPORARY)?);
-        failpoint::hit("upper.layer.remove.before");
+        failpoint::fails("upper.layer.remove.before").at("rename away", &place)?;
         match std::fs::rename(&place, &doomed) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return Err(Error::NoLayer(diff_id));

@@ -78,7 +78,8 @@ fn prepare_from(host: &Path, state_dir: &Path) -> Result<PathBuf> {
     let _ = fs::remove_dir_all(&making);
     fs::create_dir_all(&making).map_err(io_at("make the directory", &making))?;
     let made = fill(host, &making);
-    crate::failpoint::hit("workload.etc.before");
+    let may = crate::failpoint::fails("workload.etc.before").map_err(io_at("make", &making));
+    let made = made.and(may);
     let made = made.and_then(|()| match fs::rename(&making, &ready) {
         // Somebody else was faster; theirs has the same content.
         Err(_) if ready.is_dir() => Ok(()),

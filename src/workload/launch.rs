@@ -281,7 +281,7 @@ impl Journey<'_> {
 
 /// Moves this process into the sealed cgroup. If that is frozen, so are we.
 pub(super) fn enter_cgroup(place: &Place) -> io::Result<()> {
-    crate::failpoint::hit("workload.enter.before");
+    crate::failpoint::fails("workload.enter.before")?;
     fs::write(place.cgroup.join("cgroup.procs"), "0")?;
     crate::failpoint::hit("workload.enter.after");
     Ok(())

@@ -121,7 +121,7 @@ pub(super) fn write(place: &Place, record: InitRecord) -> Result<()> {
     let path = &place.record;
     let new = beside(place, ".new");
     let text = format!("{{\"pid\":{},\"start_time\":{}}}\n", record.pid, record.start_time);
-    crate::failpoint::hit("workload.record.before");
+    crate::failpoint::fails("workload.record.before").map_err(io_at("write", &new))?;
     fs::write(&new, text).map_err(io_at("write", &new))?;
     fs::rename(&new, path).map_err(io_at("replace", path))?;
     crate::failpoint::hit("workload.record.after");

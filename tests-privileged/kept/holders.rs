@@ -9,7 +9,10 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "a_mount_below_merged_is_named_when_it_stops_a_removal", run: nested },
         Test { name: "who_hangs_on_a_dead_server_delays_no_search_for_holders", run: hung },
-        Test { name: "a_loop_device_on_a_file_without_a_name_is_named", run: nameless_loop },
+        Test {
+            name: "a_loop_device_on_a_file_without_a_name_is_named_and_so_are_others",
+            run: nameless_loop,
+        },
     ]
 }
 
@@ -125,13 +128,42 @@ fn nameless_loop(place: &Place) {
     assert!(out.status.success(), "{out:?}");
     let device = String::from_utf8(out.stdout).unwrap().trim().to_owned();
     std::fs::remove_file(&image).unwrap();
-    host.ask(&["fence", &id, "--reason", "test", "--wait=1s"]);
+    // Two more, who hold a file of their own: one of the session, and one of somebody else.
+    let (procs, merged) = (path_of(session, "cgroup"), path_of(session, "merged"));
+    let hold = |script: &str, file: &str| {
+        let script = format!("{script} exec 5>>\"$2/{file}\" && exec sleep 600");
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", &script, "sh"]).args([&procs, &merged]).stdin(Stdio::null());
+        let child = command.spawn().unwrap();
+        let comm = format!("/proc/{}/comm", child.id());
+        wait("it holds", || std::fs::read_to_string(&comm).is_ok_and(|c| c == "sleep\n"));
+        child
+    };
+    let mut inside = hold("echo $$ > \"$1\"/cgroup.procs;", "in");
+    let mut outside = hold("", "out");
+    let fence = ["fence", &id, "--reason", "test", "--wait=1s"];
+    host.ask(&fence);
+    host.until(&id, |v| v["holders"].as_array().unwrap().len() >= 3);
+    let out = host.run(&fence);
     let view = host.must(&["session", "inspect", &id]);
     must(Command::new("losetup").arg("-d").arg(&device));
-    let holder = &view["holders"][0];
-    assert_eq!(holder["how"], "loop", "{view:#}");
+    outside.kill().unwrap();
+    outside.wait().unwrap();
+    let holders = view["holders"].as_array().unwrap();
+    let holder = holders.iter().find(|h| h["how"] == "loop").expect("the loop device");
     let what = holder["what"].as_str().unwrap();
     assert!(what.contains(device.trim_start_matches("/dev/")) && what.contains("image"), "{what}");
+    // Who waited is told the same, in words.
+    assert_eq!(out.status.code(), Some(8), "{out:?}");
+    let said = String::from_utf8_lossy(&out.stderr);
+    let within = format!("pid {} (sleep) inside the session, descriptor", inside.id());
+    let without = format!("pid {} (sleep) outside the session, descriptor", outside.id());
+    for part in [&*within, &without, &format!("loop device {what}"), "is not proved read-only yet"]
+    {
+        assert!(said.contains(part), "no {part:?}: {said}");
+    }
+    inside.kill().unwrap();
+    inside.wait().unwrap();
     host.until(&id, |v| has(v, "read-only"));
     host.must(&["preserved", "discard", &id, "--yes"]);
     host.stop();

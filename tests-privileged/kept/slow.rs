@@ -25,6 +25,9 @@ fn one_large_write(session: &Value) -> Child {
     child
 }
 
+/// As `host_with` has it.
+const FREEZE_DEADLINE: Duration = Duration::from_millis(200);
+
 fn whole() -> u64 {
     crate::writers::large_write()
 }
@@ -59,7 +62,22 @@ fn waited(place: &Place) {
     // One that runs at this moment is not told its number.
     let writev = format!("{} ", libc::SYS_writev);
     assert!(call.starts_with(&writev) || call == "running", "{blocker:#}");
-    assert!(blocker["wchan"].is_string(), "{blocker:#}");
+    // Who sleeps does so somewhere; who was woken meanwhile has no such place.
+    let (state, place) = (&blocker["state"], blocker["wchan"].as_str().unwrap());
+    let awake = *state == "R" || call == "running";
+    assert!(awake || !["", "0"].contains(&place), "{blocker:#}");
+    // Not before `freeze_deadline`, and not long after it.
+    let entries = host.must(&["evidence", "show", "--session", &id]);
+    let at = |event: &str| {
+        let entries = entries.as_array().unwrap().iter();
+        let entry = entries.clone().find(|e| e["detail"]["event"]["event"] == event).expect(event);
+        Duration::from_nanos(entry["boot_ns"].as_u64().unwrap())
+    };
+    let late = at("freeze_late") - at("lease_lost");
+    eprintln!("told as late {late:?} after the loss");
+    assert!(late >= FREEZE_DEADLINE, "{late:?}");
+    assert!(late < FREEZE_DEADLINE + paced(Duration::from_secs(1)), "{late:?}");
+    assert!(host.metric("fences_total{fact=\"frozen\",result=\"late\"}") >= 1);
 
     // By itself it freezes when the call has ended, and all of that landed before.
     let view = host.until(&id, |v| has(v, "frozen"));

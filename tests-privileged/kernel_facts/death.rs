@@ -133,7 +133,9 @@ fn holders_in_other_namespaces_are_named(place: &Place) {
     };
     let elsewhere = child_elsewhere(None);
     let within = Child::start(None, || std::env::set_current_dir(&session.spec.target).unwrap());
+    let rooted = Child::start(None, || nix::unistd::chroot(&session.spec.target).unwrap());
     let found = holders::all(mounted.s_dev, &session.spec.upper, &place.cgroup).unwrap();
+    assert_eq!(cwd(&rooted, &found, "root"), 1, "{found:?}");
     assert_eq!(cwd(&elsewhere, &found, "mount"), 1, "{found:?}");
     assert_eq!(cwd(&within, &found, "cwd"), 1, "{found:?}");
     assert_nobody(&session, &mounted, place);

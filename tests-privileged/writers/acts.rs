@@ -65,6 +65,7 @@ pub fn act(name: &str) -> ! {
         "healthy" => hung::server(file(), None),
         "caught" => hung::caught(file(), &args[1]),
         "tracer" => others::tracer(file()),
+        "stopper" => others::stopper(file()),
         other => panic!("nobody acts {other}"),
     }
 }

@@ -1,6 +1,7 @@
 //! The course of one test: the writer starts, is fenced, killed and removed through the agent, and
 //! after each fact the reader looks whether anything lands that the fact excludes.
 
+use std::process::Command;
 use std::time::Duration;
 
 use overfence::agent::Agent;
@@ -23,6 +24,8 @@ pub struct Shape {
     pub bytes: Bytes,
     /// What is tried once the reader has seen the writer's file.
     pub when_seen: fn(&mut Scene),
+    /// What is made sure of right before the fence is asked for.
+    pub when_asked: fn(&mut Scene),
     /// What is tried once `frozen` is proved.
     pub when_frozen: fn(&mut Scene),
     /// What is tried once the overlay is read-only.
@@ -42,8 +45,6 @@ pub enum Bytes {
     Call,
     /// The same, in a file that has no name before it is whole.
     Copy,
-    /// Nothing of it lands in the upper.
-    None,
 }
 
 impl Shape {
@@ -53,6 +54,7 @@ impl Shape {
             start,
             bytes: Bytes::Steady,
             when_seen: |_| {},
+            when_asked: |_| {},
             when_frozen: |_| {},
             when_read_only: |_| {},
             open: |_, agent| (open(agent, wish("w", "a", 60_000)), vec![]),
@@ -65,6 +67,10 @@ impl Shape {
 
     pub const fn when_seen(self, hook: fn(&mut Scene)) -> Self {
         Self { when_seen: hook, ..self }
+    }
+
+    pub const fn when_asked(self, hook: fn(&mut Scene)) -> Self {
+        Self { when_asked: hook, ..self }
     }
 
     pub const fn when_frozen(self, hook: fn(&mut Scene)) -> Self {
@@ -115,6 +121,8 @@ pub fn run(place: &Place, shape: &Shape) {
             }
         };
         let mut compared = seen.clone();
+        // That is `run_sealed`'s.
+        compared.sealed = want.sealed;
         within(want.after_frozen, &mut compared.after_frozen);
         within(want.after_killed, &mut compared.after_killed);
         // Somebody else on this host may have descriptors in flight, too.
@@ -128,6 +136,33 @@ pub fn run(place: &Place, shape: &Shape) {
     assert_eq!(cgroups.flatten().filter(|e| e.path().is_dir()).count(), 0, "a cgroup is left");
 }
 
+/// Plays a shape up to `sealed`, on an ext4 of its own, and compares what landed after that with its row.
+pub fn run_sealed(place: &Place, shape: &Shape) {
+    let want = expected::row(shape.name).sealed.expect("only such shapes are asked");
+    let image = place.dir.join("image");
+    std::fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
+    let must = |command: &mut Command| {
+        let out = command.output().unwrap();
+        assert!(out.status.success(), "{command:?}: {}", String::from_utf8_lossy(&out.stderr));
+    };
+    must(Command::new("mkfs.ext4").args(["-q", "-F", "-b", "4096"]).arg(&image));
+    // The mount goes with the test's namespace, and its loop device with the mount.
+    must(Command::new("mount").args(["-o", "loop"]).args([&image, &place.dir]));
+    with_agent(place, |agent| async move {
+        let (opened, outside) = (shape.open)(place, &agent);
+        let mut scene = Scene::new(place, &opened, outside);
+        let mut course = Course {
+            agent: &agent,
+            id: opened.session.id.clone(),
+            reader: Reader::new(vec![scene.upper.clone(), scene.work.clone()]),
+            shape,
+        };
+        let seen = course.seal(&mut scene).await;
+        println!("{}: {seen:?} after sealed", shape.name);
+        assert!(want.covers(seen), "{} is not as the table has it: {seen:?}", shape.name);
+    });
+}
+
 struct Course<'a> {
     agent: &'a Agent,
     id: String,
@@ -136,11 +171,39 @@ struct Course<'a> {
 }
 
 impl Course<'_> {
-    async fn play(&mut self, scene: &mut Scene, want: &Row) -> Row {
+    /// The writer writes, and the fence is about to be asked for.
+    fn begin(&mut self, scene: &mut Scene) -> Picture {
         (self.shape.start)(scene);
+        self.reader.add(&scene.also);
         self.reader.look();
         (self.shape.when_seen)(scene);
         let before = self.see_it_write();
+        (self.shape.when_asked)(scene);
+        before
+    }
+
+    /// To `sealed`, past an EBUSY; then everything ends.
+    async fn seal(&mut self, scene: &mut Scene) -> Lands {
+        self.begin(scene);
+        self.fence(Fact::ReadOnly, Duration::ZERO).await;
+        let view = self.until(|v| has(v, "frozen") && !v.holders.is_empty()).await;
+        assert!(!has(&view, "read-only"), "{view:#?}");
+        (self.shape.when_frozen)(scene);
+        self.fence(Fact::Sealed, Duration::ZERO).await;
+        let view = self.until(|v| has(v, "sealed")).await;
+        let shown = self.reader.look();
+        let lands = self.lands(&shown, proved(&view, Fact::Sealed).0);
+        if !scene.outside.is_empty() {
+            scene.release();
+        }
+        self.fence(Fact::Killed, TEARDOWN).await;
+        self.until(|v| has(v, "killed") && has(v, "read-only")).await;
+        self.discard(scene).await;
+        lands
+    }
+
+    async fn play(&mut self, scene: &mut Scene, want: &Row) -> Row {
+        let before = self.begin(scene);
         let asked = clock::now();
         self.fence(Fact::ReadOnly, Duration::ZERO).await;
         let frozen = self.freeze(scene, want.frozen).await;
@@ -183,7 +246,8 @@ impl Course<'_> {
             self.read_only(scene, &view);
         }
         let gone = self.discard(scene).await;
-        Row { frozen, busy, after_frozen, killed, busy_after_kill, after_killed, gone }
+        let sealed = None;
+        Row { frozen, busy, after_frozen, sealed, killed, busy_after_kill, after_killed, gone }
     }
 
     /// Bytes land before the fence begins, or the test shows nothing.
@@ -200,7 +264,7 @@ impl Course<'_> {
                 Bytes::Steady if pictures.len() > 3 => return last.clone(),
                 Bytes::Before if last.bytes() > 0 => return last.clone(),
                 Bytes::Call if last.bytes() > 0 => return last.clone(),
-                Bytes::Copy | Bytes::None => return last.clone(),
+                Bytes::Copy => return last.clone(),
                 _ => assert!(clock::now() < limit, "it does not write"),
             }
             std::thread::sleep(Duration::from_millis(2));

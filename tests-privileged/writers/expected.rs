@@ -68,6 +68,9 @@ pub struct Row {
     pub busy: Vec<String>,
     /// After `frozen`, until read-only.
     pub after_frozen: Lands,
+    /// After `sealed`, which it is by a course of its own; not told of whom read-only is granted.
+    #[serde(default)]
+    pub sealed: Option<Lands>,
     pub killed: When,
     /// Whom the EBUSY names after the kill; empty: read-only was granted.
     pub busy_after_kill: Vec<String>,
@@ -108,6 +111,11 @@ fn version(text: &str) -> (u32, u32) {
     }
 }
 
+/// Whether a shape's row says what lands after `sealed`.
+pub fn is_sealed(shape: &str) -> bool {
+    table().iter().any(|entry| entry.name == shape && entry.everywhere.sealed.is_some())
+}
+
 /// The row of a shape on this kernel.
 pub fn row(shape: &str) -> Row {
     let uname = rustix::system::uname();
@@ -121,7 +129,7 @@ pub fn row(shape: &str) -> Row {
 /// The table as docs/WRITERS.md has it.
 fn shown() -> String {
     let mut text = String::from(
-        "| writer | frozen | read-only while frozen | lands after frozen | killed | read-only after the kill | lands after killed | gone |\n|---|---|---|---|---|---|---|---|\n",
+        "| writer | frozen | read-only while frozen | lands after frozen | lands after sealed | killed | read-only after the kill | lands after killed | gone |\n|---|---|---|---|---|---|---|---|---|\n",
     );
     for Entry { name, what, everywhere, before } in table() {
         line(&mut text, &format!("`{name}`: {what}"), &everywhere);
@@ -139,10 +147,11 @@ fn line(text: &mut String, what: &str, row: &Row) {
     };
     writeln!(
         text,
-        "| {what} | {} | {} | {} | {} | {} | {} | {} |",
+        "| {what} | {} | {} | {} | {} | {} | {} | {} | {} |",
         row.frozen.words(),
         asked(&row.busy),
         row.after_frozen.words(),
+        row.sealed.map_or("", Lands::words),
         row.killed.words(),
         asked(&row.busy_after_kill),
         row.after_killed.words(),

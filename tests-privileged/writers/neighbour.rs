@@ -33,6 +33,7 @@ async fn stuck(
     place: &Place,
     agent: &Agent,
     cover: fn(&Place, &std::path::Path) -> Vec<Actor>,
+    call: libc::c_long,
 ) -> (Scene, String) {
     let (opened, outside) = lower::open_covered(place, agent, cover);
     let mut scene = Scene::new(place, &opened, outside);
@@ -41,8 +42,11 @@ async fn stuck(
     fence(agent, &id, Fact::ReadOnly).await;
     let view = until(agent, &id, SOON, |v| !v.blockers.is_empty()).await;
     let pid = u32::try_from(scene.inside[0].pid().as_raw()).unwrap();
-    let named = view.blockers.iter().any(|b| b.pid == pid && b.state == "D");
-    assert!(named && view.facts.is_empty(), "{view:#?}");
+    let blocker = view.blockers.iter().find(|b| b.pid == pid).expect("it is named");
+    assert!(blocker.state == "D" && view.facts.is_empty(), "{view:#?}");
+    // What it is at, and where in the kernel it sleeps.
+    assert!(blocker.syscall.starts_with(&format!("{call} ")), "{blocker:?}");
+    assert!(!["", "0"].contains(&&*blocker.wchan), "{blocker:?}");
     fence(agent, &id, Fact::Killed).await;
     (scene, id)
 }
@@ -72,7 +76,7 @@ async fn end_of_life(agent: &Agent, id: &str) -> Duration {
 
 fn no_kill(place: &Place) {
     with_agent(place, |agent| async move {
-        let (mut scene, id) = stuck(place, &agent, lower::cover_hung_open).await;
+        let (mut scene, id) = stuck(place, &agent, lower::cover_hung_open, libc::SYS_openat).await;
         for _ in 0..3 {
             let frozen = whole_life(place, &agent).await;
             assert!(frozen < paced(Duration::from_millis(500)), "delayed: {frozen:?}");
@@ -88,7 +92,7 @@ fn no_kill(place: &Place) {
 
 fn kill(place: &Place) {
     with_agent(place, |agent| async move {
-        let (_scene, id) = stuck(place, &agent, lower::cover_hung_read).await;
+        let (_scene, id) = stuck(place, &agent, lower::cover_hung_read, libc::SYS_read).await;
         let view = until(&agent, &id, SOON, |v| has(v, "killed") && has(v, "read-only")).await;
         assert!(!has(&view, "frozen"), "it never froze: {view:#?}");
         agent.discard(&ROOT, id.parse().unwrap()).await.unwrap();

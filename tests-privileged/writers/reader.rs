@@ -38,6 +38,11 @@ impl Reader {
         Self { dirs, seen: BTreeMap::new() }
     }
 
+    /// Looks there, too.
+    pub fn add(&mut self, dirs: &[PathBuf]) {
+        self.dirs.extend_from_slice(dirs);
+    }
+
     /// Looks at everything.
     pub fn look(&mut self) -> Picture {
         for dir in self.dirs.clone() {

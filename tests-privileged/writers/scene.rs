@@ -20,6 +20,8 @@ pub struct Scene {
     pub upper: PathBuf,
     pub work: PathBuf,
     pub cgroup: PathBuf,
+    /// Where else bytes of the writer land.
+    pub also: Vec<PathBuf>,
     /// What holds the overlay from outside of the session. It goes first: others may hang in it.
     pub outside: Vec<Actor>,
     pub inside: Vec<Actor>,
@@ -36,6 +38,7 @@ impl Scene {
             work: upper.with_file_name("work"),
             upper,
             cgroup: s.cgroup.path().unwrap(),
+            also: vec![],
             inside: vec![],
             outside,
             holds: vec![],
@@ -117,6 +120,19 @@ impl Actor {
                 since = (now, Instant::now());
             }
             std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Waits until it is in a system call, of which it may come out at any time.
+    pub fn until_it_calls(&self, call: libc::c_long) {
+        let begun = Instant::now();
+        let in_it = || {
+            std::fs::read_to_string(format!("/proc/{}/syscall", self.0.id()))
+                .is_ok_and(|text| text.starts_with(&format!("{call} ")))
+        };
+        while !in_it() {
+            assert!(begun.elapsed() < paced(Duration::from_secs(20)), "it does not call {call}");
+            std::thread::sleep(Duration::from_micros(200));
         }
     }
 

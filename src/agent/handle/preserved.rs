@@ -9,7 +9,9 @@ use crate::agent::effects::capture_delta;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::keep;
+use crate::agent::recover::unknown;
 use crate::agent::slot::{Applied, Inner, Slot};
+use crate::model::classify::{Plan, Record};
 use crate::model::code::Code;
 use crate::model::facts::Fact;
 use crate::model::ids::{Generation, PublicationKey, SessionId};
@@ -332,13 +334,14 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     host.gc_layers(actor, dry_run, &mut items)?;
     orphans(host, &mut items)?;
     loops(host, dry_run, &mut items)?;
+    let plan = unknown(Record::Trashed, host.tripped().is_some());
     for name in host.trash_of_nobody().map_err(internal)? {
         let place = host.paths.trash.join(&name);
         let (bytes, _) = crate::upper::size::size(&place).map_err(internal)?;
-        let (verdict, why) = match (host.tripped().is_some(), dry_run) {
-            (true, _) => ("keep", "the breaker is open; `overfence breaker show` says why"),
-            (false, true) => ("remove", "its removal was decided before"),
-            (false, false) => {
+        let (verdict, why) = match (plan == Plan::Remove, dry_run) {
+            (false, _) => ("keep", "the breaker is open; `overfence breaker show` says why"),
+            (true, true) => ("remove", "its removal was decided before"),
+            (true, false) => {
                 remove::finish_removal(&host.paths.trash, &name).map_err(internal)?;
                 ("removed", "its removal was decided before")
             }
@@ -407,7 +410,8 @@ fn orphans(host: &Host, items: &mut Vec<GcItem>) -> Result<(), Failure> {
         for entry in std::fs::read_dir(parent).map_err(internal)?.flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             let is_dir = entry.file_type().is_ok_and(|t| t.is_dir());
-            if is_dir && name.starts_with("s-") && !known.contains(&name) {
+            let orphan = is_dir && name.starts_with("s-") && !known.contains(&name);
+            if orphan && unknown(Record::Absent, false) == Plan::Person {
                 let why = "no record explains it: a person looks at it and decides".to_owned();
                 let bytes = match kind {
                     "directory" => crate::upper::size::size(&entry.path()).map_err(internal)?.0,

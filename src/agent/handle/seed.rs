@@ -268,7 +268,7 @@ struct Stage {
 impl Stage {
     fn new(host: &Host) -> Result<Self, Failure> {
         let root = host.paths.exports.join(PublicationKey::fresh().to_string());
-        failpoint::hit("seed.stage.before");
+        failpoint::fails("seed.stage.before").map_err(internal)?;
         let stage = Self { root };
         std::fs::create_dir(&stage.root)
             .and_then(|()| std::fs::create_dir(stage.path()))
@@ -296,7 +296,7 @@ impl Stage {
     }
 
     fn clear(self) -> Result<(), Failure> {
-        failpoint::hit("seed.clear.before");
+        failpoint::fails("seed.clear.before").map_err(internal)?;
         remove::remove_scratch(&self.root).map_err(of_upper)?;
         failpoint::hit("seed.clear.after");
         Ok(())

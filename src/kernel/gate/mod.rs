@@ -121,7 +121,7 @@ impl Gate {
         let info = walk::stat_fd(root).at("stat", "the overlay's root")?;
         let entry = {
             let _turn = Turn::take().map_err(no_gate)?;
-            failpoint::hit("gate.enter.before");
+            failpoint::fails("gate.enter.before").map_err(|e| no_gate(e.to_string()))?;
             let free = self.table.entries().find(|(_, raw)| raw.dev.load(Ordering::SeqCst) == 0);
             let (at, raw) = free
                 .ok_or_else(|| no_gate(format!("all {} entries are used", layout::ENTRIES - 1)))?;
@@ -169,7 +169,7 @@ impl Gate {
     /// Removes an entry; its superblock is dead, or was never to be reached.
     pub fn leave(&self, entry: &Entry) -> Result<()> {
         let _turn = Turn::take().map_err(no_gate)?;
-        failpoint::hit("gate.leave.before");
+        failpoint::fails("gate.leave.before").map_err(|e| no_gate(e.to_string()))?;
         // The number may be another overlay's by now, with an entry of its own.
         if self.entry_of(entry.dev)? == Some(entry.at) {
             let removed = self.devices().remove(&entry.dev);

@@ -163,7 +163,7 @@ pub(super) fn raise(_turn: &Turn) -> Result<Raised, Why> {
         let path = dir.join(&other);
         // Of another version, on the same maps, or of a load that was cut off.
         if path.is_dir() && path != set {
-            failpoint::hit("gate.detach.before");
+            failpoint::fails("gate.detach.before").map_err(|e| e.to_string())?;
             remove_tree(&path)?;
             failpoint::hit("gate.detach.after");
         }
@@ -204,7 +204,7 @@ fn attach(dir: &Path, set: &Path) -> Result<Raised, Why> {
     for made in [dir, &unfinished] {
         std::fs::create_dir_all(made).map_err(at("make", made))?;
     }
-    failpoint::hit("gate.attach.before");
+    failpoint::fails("gate.attach.before").map_err(|e| e.to_string())?;
     let (mut programs, plan) = load(Some(dir))?;
     for (name, hook) in &plan.attach {
         let program = lsm(&mut programs, name)?;
@@ -269,7 +269,7 @@ pub(super) fn try_load() -> Result<Vec<Row>, Why> {
 
 /// Unpins everything of ours; what no program needs ends with it.
 pub(super) fn lower(_turn: &Turn) -> Result<(), Why> {
-    failpoint::hit("gate.detach.before");
+    failpoint::fails("gate.detach.before").map_err(|e| e.to_string())?;
     remove_tree(&layout_dir())?;
     match std::fs::remove_dir(ours()) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(at("remove", &ours())(e)),

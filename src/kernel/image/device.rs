@@ -85,7 +85,7 @@ pub(super) fn attach(file: &Path) -> Result<Device> {
     let backing =
         rustix::fs::open(file, flags | OFlags::NOFOLLOW, Mode::empty()).at("open", file)?;
     let control = rustix::fs::open(CONTROL, flags, Mode::empty()).at("open", CONTROL)?;
-    failpoint::hit("kernel.image.attach.before");
+    failpoint::fails("kernel.image.attach.before").at("bind a loop device to", file)?;
     for _ in 0..TRIES {
         let number = without_argument(&control, LOOP_CTL_GET_FREE).at("find a free", CONTROL)?;
         let path = PathBuf::from(format!("/dev/loop{number}"));
@@ -159,7 +159,7 @@ pub fn detach(name: &str) -> Result<()> {
     let path = Path::new("/dev").join(name);
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     let device = rustix::fs::open(&path, flags, Mode::empty()).at("open", &path)?;
-    failpoint::hit("kernel.image.detach.before");
+    failpoint::fails("kernel.image.detach.before").at("detach", &path)?;
     match without_argument(&device, LOOP_CLR_FD) {
         // It did so by itself.
         Err(Errno::NXIO) => {}

@@ -84,7 +84,7 @@ pub struct Image {
 /// # Errors
 /// mkfs.ext4 is missing or refuses, there is no loop device, or the mount is refused.
 pub fn make(image: &Image, size: u64) -> Result<()> {
-    failpoint::hit("kernel.image.make.before");
+    failpoint::fails("kernel.image.make.before").at("make", &image.file)?;
     let file = std::fs::File::options()
         .write(true)
         .create_new(true)
@@ -151,7 +151,7 @@ pub fn mount(image: &Image) -> Result<()> {
     if is_mounted(image)? {
         return Ok(());
     }
-    failpoint::hit("kernel.image.mount.before");
+    failpoint::fails("kernel.image.mount.before").at("mount the image at", &image.disk)?;
     // Held until the mount is its user.
     let device = match device::backed_by(&image.file)? {
         Some(user) => user.device(&image.file)?,
@@ -201,7 +201,7 @@ pub struct Frozen {
 /// until [`thaw`]. Syncs it first. One that is frozen already stays so.
 pub fn freeze(image: &Image) -> Result<Frozen> {
     let dir = Dir::open(&image.disk)?;
-    failpoint::hit("kernel.image.freeze.before");
+    failpoint::fails("kernel.image.freeze.before").at("freeze the file system at", &image.disk)?;
     let begun = clock::now();
     let before = match device::fifreeze(&dir) {
         Ok(()) => false,
@@ -221,7 +221,7 @@ pub fn freeze(image: &Image) -> Result<Frozen> {
 /// Lets writers go on. One that is not frozen is left as it is.
 pub fn thaw(image: &Image) -> Result<Proof> {
     let dir = Dir::open(&image.disk)?;
-    failpoint::hit("kernel.image.thaw.before");
+    failpoint::fails("kernel.image.thaw.before").at("thaw the file system at", &image.disk)?;
     let begun = clock::now();
     let answer = match device::fithaw(&dir) {
         Ok(()) => "ok",

@@ -68,7 +68,7 @@ pub fn mount(spec: &Spec) -> Result<Mounted> {
 /// [`mount`]; `before` is given the overlay's root while no path leads to it. (On kernels that take
 /// layers only by mount(2) one did, to the agent's own directory, until now.)
 pub fn mount_with(spec: &Spec, before: impl FnOnce(&OwnedFd)) -> Result<Mounted> {
-    failpoint::hit("kernel.mount.before");
+    failpoint::fails("kernel.mount.before").at("mount an overlay at", &spec.target)?;
     let root = build::detached(spec)?;
     before(&root);
     attach(&root, &spec.target)?;
@@ -183,7 +183,8 @@ pub enum ReadOnly {
 /// Asks for a read-only superblock. Syncs the whole file system below the upper: can take
 /// seconds, uninterruptibly.
 pub fn remount_ro(root: &OwnedFd) -> Result<ReadOnly> {
-    failpoint::hit("kernel.remount-ro.before");
+    failpoint::fails("kernel.remount-ro.before")
+        .at("make read-only", "the overlay's superblock")?;
     let begun = clock::now();
     let proof = |answer: String| Proof {
         asked: "reconfigure overlay superblock ro, then faccessat W_OK".to_owned(),
@@ -207,7 +208,7 @@ pub fn remount_ro(root: &OwnedFd) -> Result<ReadOnly> {
 
 /// Makes the superblock writable again. Asks nothing else of it.
 pub fn remount_rw(root: &OwnedFd) -> Result<Proof> {
-    failpoint::hit("kernel.remount-rw.before");
+    failpoint::fails("kernel.remount-rw.before").at("make writable", "the overlay's superblock")?;
     let begun = clock::now();
     reconfigure(root, "rw").at("make writable", "the overlay's superblock")?;
     failpoint::hit("kernel.remount-rw.after");
@@ -263,7 +264,7 @@ pub enum Unmount {
 /// Unmounts what is on top at `target`, never lazily: detaching proves nothing. Can sync the whole
 /// file system below the upper.
 pub fn unmount(target: &Path) -> Result<Unmount> {
-    failpoint::hit("kernel.umount.before");
+    failpoint::fails("kernel.umount.before").at("unmount", target)?;
     let answer = match rustix::mount::unmount(target, UnmountFlags::NOFOLLOW) {
         Ok(()) => Unmount::Done,
         Err(Errno::INVAL | Errno::NOENT) => Unmount::NotMounted,

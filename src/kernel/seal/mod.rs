@@ -94,7 +94,7 @@ pub fn seal(place: &Place, progress: &Progress, stop: Stop<'_>) -> Result<Option
         Some(record) if !record.ended => record,
         Some(_) | None => {
             let Some(record) = scan(&place.upper, stop)? else { return Ok(None) };
-            failpoint::hit("kernel.seal.record.before");
+            failpoint::fails("kernel.seal.record.before").at("write", &place.record)?;
             record.write(&place.record)?;
             failpoint::hit("kernel.seal.record.after");
             record

@@ -120,8 +120,7 @@ pub(super) fn on_witnessed(s: &mut Session, add_ms: u64, may_delete: bool) -> St
     match s.state {
         State::Preserved => {
             s.witnessed = s.witnessed.saturating_add(Duration::from_millis(add_ms));
-            let over = s.witnessed >= s.grace_ends();
-            if over && may_delete && s.unknown.is_empty() {
+            if may_delete && s.grace_is_over(Duration::ZERO) {
                 return begin_deleting(s, Disposition::Grace);
             }
             Step::quiet([])

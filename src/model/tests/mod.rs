@@ -1,6 +1,7 @@
 //! Tests of the rules: a table of the steps that matter, and properties over random sequences.
 
 mod breaker;
+mod classify;
 mod foreign;
 mod image;
 mod properties;

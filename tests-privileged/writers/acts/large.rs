@@ -31,8 +31,14 @@ pub fn fsync(path: &Path) -> ! {
     let file = open(path);
     write_all_at_once(&file);
     ready();
-    file.sync_all().unwrap();
-    sleep()
+    // Again and again, so that it is found in it.
+    let part = vec![0xff; 1 << 20];
+    loop {
+        file.sync_all().unwrap();
+        for n in 0..64 {
+            file.write_all_at(&part, n << 20).unwrap();
+        }
+    }
 }
 
 /// The open copies a large lower file up.

@@ -154,21 +154,42 @@ fn attach(image: &Path) -> File {
     }
 }
 
+/// Asks something of a process that is, or is to be, traced; the answer of ptrace(2).
+fn trace(request: libc::c_uint, pid: i32) -> libc::c_long {
+    // SAFETY: the requests that are asked here read and write no memory.
+    unsafe { libc::ptrace(request, pid, 0, 0) }
+}
+
+/// Seizes another process; its id.
+fn seized(pid: &Path) -> i32 {
+    let pid = pid.to_str().unwrap().parse().unwrap();
+    assert_eq!(trace(libc::PTRACE_SEIZE, pid), 0, "{}", std::io::Error::last_os_error());
+    pid
+}
+
+/// Whether it stops when it is asked to.
+fn interrupted(pid: i32) -> bool {
+    trace(libc::PTRACE_INTERRUPT, pid);
+    let mut status = 0;
+    // SAFETY: the kernel writes the status.
+    let n = unsafe { libc::waitpid(pid, &raw mut status, libc::__WALL) };
+    n == pid && libc::WIFSTOPPED(status)
+}
+
+/// Stops another process, and leaves it there. Where this one ends, that one goes on.
+pub fn stopper(pid: &Path) -> ! {
+    assert!(interrupted(seized(pid)));
+    ready();
+    sleep()
+}
+
 /// Stops another process and lets it go on, for ever.
 pub fn tracer(pid: &Path) -> ! {
-    let pid: i32 = pid.to_str().unwrap().parse().unwrap();
-    let ask = |request| {
-        // SAFETY: these requests read and write no memory.
-        unsafe { libc::ptrace(request, pid, 0, 0) }
-    };
-    assert_eq!(ask(libc::PTRACE_SEIZE), 0, "{}", std::io::Error::last_os_error());
+    let pid = seized(pid);
+    let ask = |request| trace(request, pid);
     let mut told = false;
     loop {
-        ask(libc::PTRACE_INTERRUPT);
-        let mut status = 0;
-        // SAFETY: the kernel writes the status.
-        let n = unsafe { libc::waitpid(pid, &raw mut status, libc::__WALL) };
-        if n != pid || !libc::WIFSTOPPED(status) {
+        if !interrupted(pid) {
             sleep();
         }
         std::thread::sleep(Duration::from_millis(2));

@@ -334,14 +334,14 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     host.gc_layers(actor, dry_run, &mut items)?;
     orphans(host, &mut items)?;
     loops(host, dry_run, &mut items)?;
+    let plan = unknown(Record::Trashed, host.tripped().is_some());
     for name in host.trash_of_nobody().map_err(internal)? {
         let place = host.paths.trash.join(&name);
         let (bytes, _) = crate::upper::size::size(&place).map_err(internal)?;
-        let goes = unknown(Record::Trashed, host.tripped().is_some()) == Plan::Remove;
-        let (verdict, why) = match (!goes, dry_run) {
-            (true, _) => ("keep", "the breaker is open; `overfence breaker show` says why"),
-            (false, true) => ("remove", "its removal was decided before"),
-            (false, false) => {
+        let (verdict, why) = match (plan == Plan::Remove, dry_run) {
+            (false, _) => ("keep", "the breaker is open; `overfence breaker show` says why"),
+            (true, true) => ("remove", "its removal was decided before"),
+            (true, false) => {
                 remove::finish_removal(&host.paths.trash, &name).map_err(internal)?;
                 ("removed", "its removal was decided before")
             }

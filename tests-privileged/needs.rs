@@ -29,6 +29,10 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("restart::i8_killed_at_every_effect_on_an_image_3", IMAGES),
     ("restart::i8_killed_at_every_effect_on_an_image_4", IMAGES),
     ("kept::a_loop_device_on_a_file_without_a_name_is_named", &["loop-devices"]),
+    // They go through what an image adds, too.
+    ("faults::every_effect_can_be_made_to_fail", IMAGES),
+    ("faults::eio_at_every_effect_is_told_and_survived", IMAGES),
+    ("faults::emfile_at_every_call_is_told_and_survived", IMAGES),
     ("kept::who_hangs_on_a_dead_server_delays_no_search_for_holders", &["fuse"]),
     // Otherwise it is the engine's filter that answers.
     ("kernel_facts::no_file_of_an_overlay_can_be_swap", &["unconfined-root"]),

@@ -142,7 +142,7 @@ impl LayerStore {
         let name = names(&known.run).pop().unwrap_or_default();
         let (new, place) = (dir.join(format!(".{name}")), dir.join(&name));
         let text = serde_json::to_vec(known).map_err(std::io::Error::from).at("encode", &place)?;
-        failpoint::hit("upper.equal.before");
+        failpoint::fails("upper.equal.before").at("write", &place)?;
         let _ = std::fs::remove_file(&new);
         write_durable(&new, 0o600, &text)?;
         std::fs::rename(&new, &place).at("rename into place", &place)?;
@@ -161,7 +161,7 @@ impl LayerStore {
     /// Forgets an equivalence; its layer stays until it is removed as any other.
     pub fn forget_equivalence(&self, known: &Equivalence) -> Result<()> {
         let path = self.equal_dir().join(names(&known.run).pop().unwrap_or_default());
-        failpoint::hit("upper.forget_equal.before");
+        failpoint::fails("upper.forget_equal.before").at("remove", &path)?;
         std::fs::remove_file(&path).at("remove", &path)?;
         failpoint::hit("upper.forget_equal.after");
         Ok(())

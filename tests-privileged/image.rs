@@ -502,7 +502,10 @@ fn full_below(place: &Place) {
     let (id, session) = (id_of(&opened), &opened["session"]);
     let merged = path_of(session, "merged");
     std::fs::write(merged.join("early"), "early").unwrap();
-    must(Command::new("sync").arg("-f").arg(path_of(session, "upper")));
+    // What an image has yet to write of its own needs room, too.
+    for view in [session, &other["session"]] {
+        must(Command::new("sync").arg("-f").arg(path_of(view, "upper")));
+    }
     // Somebody else takes what the image could still grow into.
     let stat = rustix::fs::statvfs(&state).unwrap();
     let free = stat.f_bavail * stat.f_frsize;
@@ -517,6 +520,7 @@ fn full_below(place: &Place) {
     assert!(expected.contains(&error.raw_os_error().unwrap()), "{error}");
     drop(file);
     // It has lost something: nothing of it is published; others go on.
+    drop(fill);
     std::fs::remove_file(state.join("fill")).unwrap();
     let refused = host.run(&["session", "checkpoint", &id]);
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();

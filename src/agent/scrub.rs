@@ -26,7 +26,11 @@ pub async fn run(host: Arc<Host>) {
     tokio::time::sleep(every.min(FIRST)).await;
     loop {
         let begun = clock::now();
-        let mut left: VecDeque<Digest> = host.layers.list().unwrap_or_default().into();
+        let listed = host.layers.list().unwrap_or_else(|fault| {
+            tracing::error!("the stored layers cannot be listed, none is read: {}", text(fault));
+            vec![]
+        });
+        let mut left = VecDeque::from(listed);
         while let Some(layer) = left.pop_front() {
             let (reader, at) = (Arc::clone(&host), clock::now());
             let read = tokio::task::spawn_blocking(move || scrub(&reader, layer));
@@ -49,18 +53,24 @@ fn scrub(host: &Host, layer: Digest) {
         Ok(_) | Err(Error::Stopped | Error::NoLayer(_)) => return,
         Err(fault) => fault,
     };
-    // It went while it was read, or it was told before.
-    if known || !host.layers.is_damaged(layer) {
+    let why = text(fault);
+    if known {
         return;
     }
-    let why = text(fault);
-    let named = host.authority.list().unwrap_or_default().into_iter();
-    let named = named.filter(|w| w.at.head.0.contains(&layer)).map(|w| w.id);
-    let named: Vec<_> = named.collect();
+    if !host.layers.is_damaged(layer) {
+        tracing::error!("whether layer {layer} is whole is not known: {why}");
+        return;
+    }
+    // Which heads name it is not known while the authority is silent: then it is null, not none.
+    let named = host.authority.list().map(|all| {
+        let named = all.into_iter().filter(|w| w.at.head.0.contains(&layer)).map(|w| w.id);
+        named.collect::<Vec<_>>()
+    });
+    let named = named.inspect_err(|fault| tracing::error!("{fault}")).ok();
     tracing::error!("layer {layer} is damaged: {why}; heads that name it: {named:?}");
     let entry = Draft {
         kind: "layer_damaged".to_owned(),
-        workspace: named.first().cloned(),
+        workspace: named.as_ref().and_then(|all| all.first().cloned()),
         session: None,
         generation: None,
         actor: "agent".to_owned(),

@@ -51,11 +51,11 @@ impl<B: Backend> Layers for B {
     fn pins(&self) -> Result<Pins, Error> {
         let mut pins = Pins::default();
         // Not all in one transaction: others want theirs.
-        for workspace in self.transact(Durability::Lazy, |rows| all(rows))? {
-            let kept = self.transact(Durability::Lazy, |rows| kept(rows, &workspace.id))?;
+        for workspace in self.read(|rows| all(rows))? {
+            let kept = self.read(|rows| kept(rows, &workspace.id))?;
             pins.note(workspace, kept);
         }
-        for (layer, key) in self.transact(Durability::Lazy, |rows| open(rows))? {
+        for (layer, key) in self.read(|rows| open(rows))? {
             pins.layers.entry(layer).or_insert_with(|| format!("publication {key} is open"));
         }
         Ok(pins)
@@ -87,7 +87,7 @@ impl<B: Backend> Layers for B {
     }
 
     fn buried(&self) -> Result<Vec<Digest>, Error> {
-        self.transact(Durability::Lazy, |rows| rows.buried())
+        self.read(|rows| rows.buried())
     }
 
     fn exhume(&self, layers: &[Digest]) -> Result<(), Error> {

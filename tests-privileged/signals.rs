@@ -81,6 +81,8 @@ fn line(host: &Host, wanted: &str) {
 }
 
 const PROVED_FROZEN: &str = "fences_total{fact=\"frozen\",result=\"proved\"}";
+/// Where the kernel has the lease gate.
+const PROVED_GATED: &str = "fences_total{fact=\"gated\",result=\"proved\"}";
 const PROVED_READ_ONLY: &str = "fences_total{fact=\"read-only\",result=\"proved\"}";
 const BUSY_READ_ONLY: &str = "fences_total{fact=\"read-only\",result=\"busy\"}";
 const PROVED_KILLED: &str = "fences_total{fact=\"killed\",result=\"proved\"}";
@@ -136,8 +138,11 @@ fn followed(place: &Place) {
     host.until(&stale, |view| view["state"] == "PRESERVED");
     line(&host, "reconciled 1 session(s): renewed=0 fenced=0 preserved=1 deleted=0 held=0");
     let fenced = Samples::of(&host);
-    let rose = [("fence_seconds_count", 1.0), (PROVED_FROZEN, 1.0), (PROVED_READ_ONLY, 1.0)];
-    assert_eq!(of_fences(&fenced, &writing), rose.into());
+    let mut rose = vec![("fence_seconds_count", 1.0), (PROVED_FROZEN, 1.0), (PROVED_READ_ONLY, 1.0)];
+    if opened["session"]["gate"]["state"] == "complete" {
+        rose.push((PROVED_GATED, 1.0));
+    }
+    assert_eq!(of_fences(&fenced, &writing), rose.into_iter().collect());
     let took = fenced.get("fence_seconds_sum");
     assert!(took > 0.0 && took < paced(Duration::from_secs(1)).as_secs_f64(), "{took}");
     assert_eq!(fenced.get("active_writer_leases"), 0.0);

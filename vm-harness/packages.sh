@@ -34,7 +34,7 @@ build_payload() {
         >"$work/build.json" || die "the release build failed"
     binary=$(built overfence "$work/build.json")
     strip -o "$payload/overfence" "$binary"
-    case $suite in all | kernel | privileged)
+    case $suite in all | kernel | privileged | gate)
         (cd "$tree" && cargo test --no-run --locked --test privileged --message-format=json-render-diagnostics) \
             >"$work/test.json" || die "the privileged suite does not build"
         tests=$(built privileged "$work/test.json")
@@ -42,7 +42,7 @@ build_payload() {
         ;;
     esac
     # There is no cargo in the guest that could make one.
-    case $suite in all | kernel | privileged | power-cut)
+    case $suite in all | kernel | privileged | gate | power-cut)
         (cd "$tree" && packaging/deb.sh "$binary" "$work/deb" --fast) >/dev/null || die "the .deb was not made"
         cp "$work"/deb/overfence_*.deb "$payload/overfence.deb"
         ;;

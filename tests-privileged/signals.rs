@@ -138,7 +138,8 @@ fn followed(place: &Place) {
     host.until(&stale, |view| view["state"] == "PRESERVED");
     line(&host, "reconciled 1 session(s): renewed=0 fenced=0 preserved=1 deleted=0 held=0");
     let fenced = Samples::of(&host);
-    let mut rose = vec![("fence_seconds_count", 1.0), (PROVED_FROZEN, 1.0), (PROVED_READ_ONLY, 1.0)];
+    let mut rose =
+        vec![("fence_seconds_count", 1.0), (PROVED_FROZEN, 1.0), (PROVED_READ_ONLY, 1.0)];
     if opened["session"]["gate"]["state"] == "complete" {
         rose.push((PROVED_GATED, 1.0));
     }

@@ -18,6 +18,7 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "every_effect_can_be_made_to_fail", run: counted },
         Test { name: "eio_at_every_effect_is_told_and_survived", run: |p| each(p, libc::EIO) },
+        Test { name: "eio_on_the_way_back_is_told_and_survived", run: back },
         Test { name: "emfile_at_every_call_is_told_and_survived", run: |p| each(p, libc::EMFILE) },
         Test { name: "eintr_at_every_call_that_waits_is_told_and_survived", run: interrupted },
         Test { name: "a_start_that_meets_a_fault_says_so_and_the_next_goes_on", run: starts },
@@ -88,8 +89,11 @@ fn points(log: &Path) -> BTreeSet<(String, bool)> {
     points.filter(|(name, _)| name.ends_with(".before")).collect()
 }
 
+/// What is done under a fault; see [`life`] and [`second_life`].
+type Life = fn(&mut Host, &Fault, usize) -> Vec<String>;
+
 /// Everything that a life without faults passes, with and without an image.
-fn passed(place: &Place, name: &str) -> BTreeSet<(String, bool)> {
+fn passed(place: &Place, name: &str, life: Life) -> BTreeSet<(String, bool)> {
     let mut host = Host::new(place, name);
     let log = host.dir.join("all");
     assert!(host.start(Some(&format!("log={}", log.display()))));
@@ -102,11 +106,15 @@ fn passed(place: &Place, name: &str) -> BTreeSet<(String, bool)> {
     points(&log)
 }
 
+fn not_alone(name: &str) -> bool {
+    NOT_ALONE.iter().any(|(part, _)| name.starts_with(part))
+}
+
 fn counted(place: &Place) {
-    let passed = passed(place, "count");
-    let alone = |name: &str| NOT_ALONE.iter().any(|(part, _)| name.starts_with(part));
+    let mut passed = passed(place, "count", life);
+    passed.extend(self::passed(place, "back", second_life));
     for (name, can_fail) in &passed {
-        assert!(*can_fail || alone(name), "{name} has no way to fail: failpoint::fails");
+        assert!(*can_fail || not_alone(name), "{name} has no way to fail: failpoint::fails");
     }
     let fail: BTreeSet<_> = passed.iter().filter(|(_, can)| *can).map(|(name, _)| name).collect();
     eprintln!("{} points can fail: {fail:?}", fail.len());
@@ -132,23 +140,42 @@ fn counted(place: &Place) {
 }
 
 fn each(place: &Place, errno: i32) {
-    let points = passed(place, "count");
-    let mut points: Vec<_> =
-        points.into_iter().filter(|(_, can)| *can).map(|(name, _)| name).collect();
+    let points = passed(place, "count", life);
+    let mut points: Vec<_> = points
+        .into_iter()
+        .filter(|(_, can)| *can)
+        .map(|(name, _)| name)
+        .filter(|name| !not_alone(name))
+        .collect();
     assert!(points.len() > 25, "{points:?}");
     // An effect is what its calls are: once is enough.
     points.retain(|name| errno == libc::EIO || !name.starts_with("effect."));
-    go_through(place, &points, errno);
+    go_through(place, &points, errno, life);
+}
+
+/// What sealing, readmission, a bundle brought back and a backup meet besides.
+fn back(place: &Place) {
+    let known = passed(place, "count", life);
+    let points: Vec<_> = passed(place, "back", second_life)
+        .into_iter()
+        .filter(|point| point.1 && !known.contains(point) && !not_alone(&point.0))
+        .map(|(name, _)| name)
+        .collect();
+    eprintln!("{points:?}");
+    for point in ["kernel.seal.record.before", "kernel.remount-rw.before", "seed.move.before"] {
+        assert!(points.iter().any(|name| name == point), "{point} was not passed: {points:?}");
+    }
+    go_through(place, &points, libc::EIO, second_life);
 }
 
 /// The calls of an agent that may wait long, or in which the kernel takes a signal.
 fn interrupted(place: &Place) {
     let points = ["mount", "umount", "remount-ro", "freeze", "thaw", "kill", "cgroup-remove"];
     let points: Vec<_> = points.iter().map(|name| format!("kernel.{name}.before")).collect();
-    go_through(place, &points, libc::EINTR);
+    go_through(place, &points, libc::EINTR, life);
 }
 
-fn go_through(place: &Place, points: &[String], errno: i32) {
+fn go_through(place: &Place, points: &[String], errno: i32, life: Life) {
     let begun = Instant::now();
     std::thread::scope(|scope| {
         let shares: Vec<_> = (0..BESIDE.min(points.len()))
@@ -230,6 +257,71 @@ fn life(host: &mut Host, fault: &Fault, n: usize) -> Vec<String> {
     told
 }
 
+/// Open, seal, readmit, write, fence, export, bring back, take a backup, each as in [`life`].
+fn second_life(host: &mut Host, fault: &Fault, n: usize) -> Vec<String> {
+    const BY: [&str; 4] = ["--authorised-by", "op", "--reason", "test"];
+    let mut told = Vec::new();
+    let workspace = format!("b{n}");
+    let ttl = paced_ttl(60);
+    let image = ["image", "_upper"].iter().any(|part| fault.point.contains(part));
+    let mut open = vec!["session", "open", "-w", &workspace, "--create", "--ttl", &ttl];
+    if image {
+        open.extend(["--upper", "image", "--size", "64M"]);
+    }
+    let opened = go(host, fault, &mut told, None, &open).expect("it is opened in the end");
+    let (id, session) = (id_of(&opened), opened["session"].clone());
+    let (merged, freeze) = (path_of(&session, "merged"), path_of(&session, "cgroup"));
+    let mut inside = sleeper(&session);
+    // Held open from outside: it cannot be made read-only, so that it is sealed, or its image frozen.
+    let held = std::fs::File::create(merged.join("one")).unwrap();
+    let fence = ["fence", &id, "--reason", "test", "--to", "sealed", "--wait=2s"];
+    if image {
+        // An image is frozen without being asked for, while nobody waits.
+        fault.arm();
+        host.must(&fence[..4]);
+        std::thread::sleep(STANDS);
+        truths(host, fault);
+        stopped(host, fault, &id);
+        fault.clear();
+    } else {
+        go(host, fault, &mut told, Some(&id), &fence).expect("a fence");
+    }
+    let stronger = if image { "upper-frozen" } else { "sealed" };
+    host.until(&id, |v| has(v, "frozen") && has(v, stronger));
+    truths(host, fault);
+    drop(held);
+    let readmit = [&["readmit", &id][..], &BY].concat();
+    go(host, fault, &mut told, Some(&id), &readmit).expect("a readmission");
+    let wish = freeze.join("cgroup.freeze");
+    let runs = || std::fs::read_to_string(&wish).is_ok_and(|text| text == "0\n");
+    assert!(until(runs), "{}: readmitted and frozen\n{}", fault.point, host.log());
+    std::fs::write(merged.join("two"), "precious").unwrap();
+    let fence = ["fence", &id, "--reason", "test", "--wait=2s"];
+    go(host, fault, &mut told, Some(&id), &fence).expect("a second fence");
+    host.until(&id, |v| has(v, "read-only"));
+    truths(host, fault);
+    let dest = |what: &str| host.dir.join(format!("{what}{n}")).to_str().unwrap().to_owned();
+    let (bundle, copy) = (dest("bundle"), dest("copy"));
+    let export = ["preserved", "export", &id, "--dest", &bundle];
+    go(host, fault, &mut told, Some(&id), &export).expect("an export");
+    let apply = ["bundle", "apply", &bundle, "-w", &workspace, "--ttl", &ttl];
+    let applied = go(host, fault, &mut told, None, &[&apply[..], &BY].concat());
+    let applied = id_of(&applied.expect("it is brought back"));
+    let view = host.must(&["session", "inspect", &applied]);
+    let two = path_of(&view, "merged").join("two");
+    assert_eq!(std::fs::read_to_string(two).unwrap(), "precious", "{}", fault.point);
+    go(host, fault, &mut told, None, &["backup", "--dest", &copy]).expect("a backup");
+    assert!(Path::new(&copy).is_dir(), "{}: no backup", fault.point);
+    let close = ["session", "close", &applied, "--discard", "--yes"];
+    go(host, fault, &mut told, Some(&applied), &close);
+    host.must(&["preserved", "discard", &id, "--yes"]);
+    settle(host, &fault.point);
+    inside.wait().unwrap();
+    assert_eq!(leftovers(host), Vec::<String>::new(), "{}\n{}", fault.point, host.log());
+    assert_eq!(host.must(&["evidence", "verify"])["ok"], true, "{}", fault.point);
+    told
+}
+
 /// A verb under the fault; once more without it, if it did not go through. `None`: there is nothing left
 /// to be asked for.
 fn go(
@@ -266,7 +358,7 @@ fn go(
     if let Some(id) = id
         && host.ask(&["session", "inspect", id]).0 != 0
     {
-        assert_eq!(args[1], "discard", "{}: it is gone at {args:?}", fault.point);
+        assert!(args.contains(&"--yes"), "{}: it is gone at {args:?}", fault.point);
         return None;
     }
     let second = host.run(args);

@@ -107,13 +107,17 @@ impl Host {
         };
         let journal = Journal { sessions: vec![], entries: vec![entry] };
         self.store.record(&journal, Durability::Full).map_err(super::handle::unavailable)?;
-        failpoint::hit("agent.backup.before");
+        failpoint::fails("agent.backup.before")
+            .map_err(std::io::Error::from)
+            .map_err(at("make", &partial))?;
         // What a killed agent left of an earlier one.
         remove::remove_scratch(&partial).map_err(of_upper)?;
         std::fs::DirBuilder::new().mode(0o700).create(&partial).map_err(at("make", &partial))?;
         let made = self.backup_into(&partial, keys).and_then(|note| {
-            failpoint::hit("agent.backup.rename.before");
-            rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE)
+            failpoint::fails("agent.backup.rename.before")
+                .and_then(|()| {
+                    rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE)
+                })
                 .map_err(std::io::Error::from)
                 .and_then(|()| sync_dir(dest.parent().unwrap_or(Path::new("/"))))
                 .map_err(at("rename to", dest))?;

@@ -70,7 +70,8 @@ impl Store {
         let copy = dir.join(DATABASE);
         files::touch_private(&copy)?;
         let from = read_only(&self.paths().state.join(DATABASE))?;
-        failpoint::hit("store.copy.before");
+        failpoint::fails("store.copy.before")
+            .map_err(|errno| Error::io("copy", &copy)(errno.into()))?;
         // In one read transaction, so it is one moment; and without what was deleted.
         let target = copy.to_str().ok_or_else(|| bad(&copy, "SQLite takes no such name"))?;
         from.execute("VACUUM INTO ?", [target]).map_err(Error::sql("copy"))?;

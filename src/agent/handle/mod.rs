@@ -18,6 +18,7 @@ pub use delta::Told;
 pub use ledger::Listed;
 pub(super) use sessions::denied;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,10 +26,12 @@ use super::effects::text;
 use super::failure::{Caller, Failure};
 use super::host::Host;
 use super::slot::Slot;
+use crate::failpoint;
 use crate::model::code::Code;
 use crate::model::ids::{SessionId, WorkspaceId};
 use crate::model::journal::Entry;
 use crate::model::view::{EvidenceReport, PathText, SpaceView, StatusView};
+use crate::upper::remove;
 
 /// How long a request waits for what it set in motion, unless it says otherwise.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -44,6 +47,17 @@ pub enum Sign {
     Token(String),
     /// The session's own socket.
     Socket,
+}
+
+/// Takes away what a verb put together on its way. What stays is the next start's: what the verb
+/// answers does not hang on it.
+fn drop_scratch(path: &Path) {
+    let may = failpoint::fails("agent.scratch.before").map_err(text);
+    let dropped = may.and_then(|()| remove::remove_scratch(path).map_err(text));
+    failpoint::hit("agent.scratch.after");
+    if let Err(why) = dropped {
+        tracing::warn!("{} stays until the next start: {why}", path.display());
+    }
 }
 
 impl Agent {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Agent, PATIENCE, actor, denied, internal, of_upper};
+use super::{Agent, PATIENCE, actor, denied, drop_scratch, internal, of_upper};
 use crate::agent::effects::capture_delta;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
@@ -232,7 +232,7 @@ fn export(
         let stable = is_stable(&s, &now);
         bundle_of(host, &s, &layers, &captured, stable, to, &stop)
     });
-    remove::remove_scratch(&scratch).map_err(of_upper)?;
+    drop_scratch(&scratch);
     let made = made?;
     let detail = serde_json::json!({
         "path": PathText::of(&made.path), "manifest": made.digest, "layer": made.layer,

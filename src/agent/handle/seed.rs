@@ -11,7 +11,7 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::{Agent, denied, internal, of_upper, unavailable, workspace_id};
+use super::{Agent, denied, drop_scratch, internal, of_upper, unavailable, workspace_id};
 use crate::agent::effects::capture_upper;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
@@ -25,7 +25,7 @@ use crate::model::ids::{PublicationKey, WorkspaceId};
 use crate::model::session::{Seeded, Session, State};
 use crate::model::view::{ApplyBundle, Opened, ReadmitSession, SessionView};
 use crate::upper::store::LayerStore;
-use crate::upper::{Shown, Stop, bundle, rebase, remove};
+use crate::upper::{Shown, Stop, bundle, rebase};
 
 impl Agent {
     /// Opens a session whose upper is a verified bundle's, made to fit the present head. It publishes
@@ -125,7 +125,7 @@ fn apply(host: &Arc<Host>, by: &Caller, wish: ApplyBundle) -> Result<Made, Failu
         let seed = Seed { upper: stage.path(), at: now, token: None, record };
         host.open(by, terms.seeded(seed))
     })();
-    stage.clear()?;
+    drop_scratch(&stage.root);
     made
 }
 
@@ -179,7 +179,7 @@ fn readmit(
         let seed = Seed { upper: stage.path(), at: now, token, record };
         host.open(by, Wish::again(host, &s).seeded(seed))
     })();
-    stage.clear()?;
+    drop_scratch(&stage.root);
     made
 }
 
@@ -292,13 +292,6 @@ impl Stage {
     fn settle(&self, upper: &Dir) -> Result<(), Failure> {
         rustix::fs::syncfs(upper).map_err(internal)?;
         failpoint::hit("seed.stage.after");
-        Ok(())
-    }
-
-    fn clear(self) -> Result<(), Failure> {
-        failpoint::fails("seed.clear.before").map_err(internal)?;
-        remove::remove_scratch(&self.root).map_err(of_upper)?;
-        failpoint::hit("seed.clear.after");
         Ok(())
     }
 }

@@ -20,12 +20,13 @@ use overfence::model::workspace::{Acquire, Workspace};
 use overfence::store::keys::Keys;
 use serde_json::{Value, json};
 
-use crate::agent_process::{Host, has};
-use crate::host::{Place, Test, paced};
+use crate::agent_process::{Host, has, id_of};
+use crate::host::{Place, Test, paced, paced_ttl};
 use crate::rig;
 
 pub fn tests() -> Vec<Test> {
     vec![
+        Test { name: "takeovers_by_force_open_no_breaker", run: forced },
         Test { name: "i9_ten_seconds_without_authority_with_200_sessions", run: away },
         Test { name: "i4_the_breaker_stops_killing_and_deleting_until_reset", run: breaker },
         Test { name: "i8_a_crash_as_the_breaker_opens_leaves_it_open", run: crashed },
@@ -369,4 +370,24 @@ fn crashed(place: &Place) {
         reap(writers);
         host.stop();
     }
+}
+
+/// Each of them was asked for: nothing is wrong at large, however many there are.
+fn forced(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let first = id_of(&host.open("w", &paced_ttl(60)));
+    let force = ["session", "open", "-w", "w", "--force", "--ttl", "60s"];
+    let last = (0..12).map(|_| id_of(&host.must(&force))).last().unwrap();
+    let view = host.until(&first, |view| view["state"] == "PRESERVED");
+    assert!(view["loss"].as_str().unwrap().ends_with(", forced by uid 0"), "{view:#}");
+    assert_eq!(host.must(&["breaker", "show"])["open"], false);
+    for view in host.must(&["session", "list"]).as_array().unwrap() {
+        let id = view["id"].as_str().unwrap();
+        match id == last {
+            true => host.must(&["session", "close", id]),
+            false => host.must(&["preserved", "discard", id, "--yes"]),
+        };
+    }
+    host.stop();
 }

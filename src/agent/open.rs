@@ -213,7 +213,7 @@ impl Host {
         let built = self.note_mark(&slot).and_then(|marked| {
             let built = self
                 .not_draining()
-                .and_then(|()| self.fence_predecessors(&slot, &wish))
+                .and_then(|()| self.fence_predecessors(&slot, &wish, by))
                 .and_then(|()| self.build(&slot, &acquired.at, wish.seed.as_ref()))
                 .and_then(|ticket| self.still_newest(&slot).map(|()| ticket));
             self.runtime.block_on(marked).and(built)
@@ -353,7 +353,12 @@ impl Host {
     }
 
     /// The former writers of the workspace on this host are stopped before the new one starts.
-    fn fence_predecessors(self: &Arc<Self>, slot: &Arc<Slot>, wish: &Wish) -> Result<(), Failure> {
+    fn fence_predecessors(
+        self: &Arc<Self>,
+        slot: &Arc<Slot>,
+        wish: &Wish,
+        by: &Caller,
+    ) -> Result<(), Failure> {
         let own = slot.session();
         let former: Vec<_> = self
             .slots_of(&own.workspace)
@@ -365,6 +370,7 @@ impl Host {
                 generation: own.generation,
                 owner: Some(own.owner.clone()),
                 code: Code::StaleGeneration,
+                forced_by: wish.force.then(|| by.to_string()),
             };
             self.apply(other, Event::LeaseLost { loss, revoke: false }, "agent");
         }

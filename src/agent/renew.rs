@@ -136,7 +136,8 @@ fn lost(host: &Arc<Host>, slot: &Arc<Slot>, refusal: Refusal) {
         Some(current) => (current.generation, current.owner.clone()),
         None => (slot.session().generation, None),
     };
-    let loss = Loss::Superseded { generation, owner, code: refusal.code };
+    let code = refusal.code;
+    let loss = Loss::Superseded { generation, owner, code, forced_by: None };
     host.apply(slot, Event::LeaseLost { loss, revoke: false }, "authority");
 }
 

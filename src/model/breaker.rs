@@ -47,10 +47,11 @@ enum Kind {
 fn kind(loss: &Loss) -> Option<Kind> {
     match loss {
         Loss::Doubt { .. } => Some(Kind::Doubt),
-        Loss::Expired { .. } | Loss::Superseded { .. } => Some(Kind::Other),
+        Loss::Expired { .. } | Loss::Superseded { forced_by: None, .. } => Some(Kind::Other),
         // A crash took the reason along: nobody is known to have asked for it.
         Loss::Operator { by, .. } if by == UNKNOWN => Some(Kind::Other),
-        Loss::Revoked { .. }
+        Loss::Superseded { forced_by: Some(_), .. }
+        | Loss::Revoked { .. }
         | Loss::Operator { .. }
         | Loss::Reboot
         | Loss::Closed { .. }

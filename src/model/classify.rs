@@ -274,7 +274,7 @@ pub fn loss(answer: Answer, workspace: Option<&Workspace>) -> Option<Loss> {
         Answer::Newer => {
             let owner = w.lease.as_ref().map(|lease| lease.owner.clone());
             let (generation, code) = (w.generation, Code::StaleGeneration);
-            Some(Loss::Superseded { generation, owner, code })
+            Some(Loss::Superseded { generation, owner, code, forced_by: None })
         }
         Answer::Ended => {
             let revoked = w.lease.as_ref().filter(|lease| lease.state == LeaseState::Revoked)?;

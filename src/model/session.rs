@@ -95,6 +95,9 @@ pub enum Loss {
         owner: Option<Owner>,
         /// The authority's word.
         code: Code,
+        /// Who asked for that with `--force`, if somebody did so on this host.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        forced_by: Option<String>,
     },
     /// `overfence fence`.
     Operator {
@@ -131,11 +134,14 @@ impl fmt::Display for Loss {
             }
             Self::Doubt { cause } => write!(f, "in doubt until the deadline: {cause}"),
             Self::Revoked { by, reason } => write!(f, "revoked by {by}: {reason}"),
-            Self::Superseded { generation, owner, code } => write!(
-                f,
-                "superseded by generation {generation} of {} ({code})",
-                owner.as_ref().map_or("nobody", |o| o.as_str())
-            ),
+            Self::Superseded { generation, owner, code, forced_by } => {
+                let owner = owner.as_ref().map_or("nobody", |o| o.as_str());
+                write!(f, "superseded by generation {generation} of {owner} ({code})")?;
+                match forced_by {
+                    Some(by) => write!(f, ", forced by {by}"),
+                    None => Ok(()),
+                }
+            }
             Self::Operator { by, reason } => write!(f, "fenced by {by}: {reason}"),
             Self::Reboot => f.write_str("the host started again"),
             Self::Closed { reason } => write!(f, "closed: {reason}"),

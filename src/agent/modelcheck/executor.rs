@@ -329,7 +329,7 @@ impl Model {
                 }
                 if !granted {
                     let (generation, code) = (Generation::NONE, Code::StaleGeneration);
-                    let loss = Loss::Superseded { generation, owner: None, code };
+                    let loss = Loss::Superseded { generation, owner: None, code, forced_by: None };
                     w.feed(i, Event::LeaseLost { loss, revoke: false }, self.bug);
                 } else if now >= h.deadline {
                     // Too late: what the deadline ended is not revived by an answer.

@@ -225,7 +225,7 @@ pub(super) fn lost_by(refusal: &Refusal) -> Option<Loss> {
             | Code::WorkspaceHeld
             | Code::UnknownWorkspace
     );
-    lost.then_some(Loss::Superseded { generation, owner, code })
+    lost.then_some(Loss::Superseded { generation, owner, code, forced_by: None })
 }
 
 pub(super) fn on_released(s: &mut Session) -> Step {

@@ -59,18 +59,24 @@ fn it_opens_at_ten_and_over_half_within_a_minute() {
     }
 }
 
+fn superseded(forced_by: Option<String>) -> Loss {
+    let code = Code::StaleGeneration;
+    Loss::Superseded { generation: Generation(2), owner: None, code, forced_by }
+}
+
 #[test]
 fn only_what_nobody_asked_for_counts() {
     let counted = [
         doubt(),
         silent(),
         Loss::Expired { bound: Bound::Lifetime },
-        Loss::Superseded { generation: Generation(2), owner: None, code: Code::LeaseMismatch },
+        superseded(None),
         // A crash took the reason along.
         Loss::Operator { by: UNKNOWN.to_owned(), reason: "stamp".to_owned() },
     ];
     let (by, reason) = ("op".to_owned(), "why".to_owned());
     let asked = [
+        superseded(Some("op".to_owned())),
         Loss::Operator { by: by.clone(), reason: reason.clone() },
         Loss::Revoked { by, reason: reason.clone() },
         Loss::Closed { reason: reason.clone() },

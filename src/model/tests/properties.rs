@@ -32,7 +32,8 @@ fn losses() -> impl Strategy<Value = Loss> {
         Just(Loss::Superseded {
             generation: Generation(9),
             owner: None,
-            code: Code::StaleGeneration
+            code: Code::StaleGeneration,
+            forced_by: None,
         }),
     ]
 }

@@ -378,13 +378,13 @@ fn forced(place: &Place) {
     assert!(host.start(None));
     let first = id_of(&host.open("w", &paced_ttl(60)));
     let force = ["session", "open", "-w", "w", "--force", "--ttl", "60s"];
-    let last = (0..12).map(|_| id_of(&host.must(&force))).last().unwrap();
+    let opened: Vec<_> = (0..12).map(|_| id_of(&host.must(&force))).collect();
     let view = host.until(&first, |view| view["state"] == "PRESERVED");
     assert!(view["loss"].as_str().unwrap().ends_with(", forced by uid 0"), "{view:#}");
     assert_eq!(host.must(&["breaker", "show"])["open"], false);
     for view in host.must(&["session", "list"]).as_array().unwrap() {
         let id = view["id"].as_str().unwrap();
-        match id == last {
+        match id == opened[11] {
             true => host.must(&["session", "close", id]),
             false => host.must(&["preserved", "discard", id, "--yes"]),
         };

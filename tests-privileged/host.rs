@@ -211,6 +211,7 @@ fn clear(dir: &Path, top: &Path) -> Result<(), Failed> {
     }
     remove_cgroups(top)?;
     remove_v1_namesakes(top)?;
+    thaw_images(dir)?;
     let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
     if let Some(line) = mounts.lines().find(|l| l.contains(&*dir.to_string_lossy())) {
         return Err(format!("a mount was left behind: {line}").into());
@@ -221,6 +222,31 @@ fn clear(dir: &Path, top: &Path) -> Result<(), Failed> {
         std::fs::remove_dir_all(dir)?;
     }
     Ok(())
+}
+
+/// A file system that is frozen as its last mount goes lives on, and its loop device with it: that is
+/// how a test ends which fails at an image in a fence.
+fn thaw_images(dir: &Path) -> Result<(), Failed> {
+    let begun = Instant::now();
+    loop {
+        let left = crate::image::loops(dir);
+        let Some(device) = left.first().and_then(|line| line.split(' ').next()) else {
+            return Ok(());
+        };
+        if begun.elapsed() > paced(Duration::from_secs(10)) {
+            return Err(format!("a loop device was left behind: {left:?}").into());
+        }
+        let at = dir.join("thaw");
+        std::fs::create_dir_all(&at)?;
+        let run = |program: &str, args: &[&Path]| {
+            Command::new(program).args(args).stderr(Stdio::null()).status()
+        };
+        if run("mount", &[&Path::new("/dev").join(device), &at])?.success() {
+            run("fsfreeze", &[Path::new("-u"), &at])?;
+            run("umount", &[&at])?;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// On a hybrid host systemd-nspawn makes the same cgroups in version 1's hierarchies.

@@ -270,7 +270,7 @@ fn second_life(host: &mut Host, fault: &Fault, n: usize) -> Vec<String> {
     }
     let opened = go(host, fault, &mut told, None, &open).expect("it is opened in the end");
     let (id, session) = (id_of(&opened), opened["session"].clone());
-    let (merged, freeze) = (path_of(&session, "merged"), path_of(&session, "cgroup"));
+    let (merged, cgroup) = (path_of(&session, "merged"), path_of(&session, "cgroup"));
     let mut inside = sleeper(&session);
     // Held open from outside: it cannot be made read-only, so that it is sealed, or its image frozen.
     let held = std::fs::File::create(merged.join("one")).unwrap();
@@ -292,7 +292,7 @@ fn second_life(host: &mut Host, fault: &Fault, n: usize) -> Vec<String> {
     drop(held);
     let readmit = [&["readmit", &id][..], &BY].concat();
     go(host, fault, &mut told, Some(&id), &readmit).expect("a readmission");
-    let wish = freeze.join("cgroup.freeze");
+    let wish = cgroup.join("cgroup.freeze");
     let runs = || std::fs::read_to_string(&wish).is_ok_and(|text| text == "0\n");
     assert!(until(runs), "{}: readmitted and frozen\n{}", fault.point, host.log());
     std::fs::write(merged.join("two"), "precious").unwrap();

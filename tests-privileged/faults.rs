@@ -32,10 +32,14 @@ const STANDS: Duration = Duration::from_millis(400);
 /// Agents that go through the points beside each other: most of the time is waiting for a tick.
 const BESIDE: usize = 5;
 /// Points at which nothing can fail by itself, with what fails there instead.
-const NOT_ALONE: [(&str, &str); 6] = [
+const NOT_ALONE: [(&str, &str); 7] = [
     ("authority.", "store.commit: the authority and the store are one file"),
     ("store.breaker.before", "store.commit"),
     ("effect.freeze.before", "kernel.freeze, which `effect.freeze` is when it is done by a worker"),
+    (
+        "kernel.image.told.before",
+        "it stands in the image: image::what_a_sync_told_is_not_forgotten",
+    ),
     ("agent.ready.before", "no effect: it marks the end of a start"),
     ("agent.witness.before", "told by upper.session.create"),
     ("workload.walls.before", "an execve that fails is told by the client"),

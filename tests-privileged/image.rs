@@ -24,6 +24,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "a_confined_workload_writes_into_its_image", run: confined },
         Test { name: "sync_is_confined_to_the_image", run: sync_confined },
         Test { name: "a_full_disk_below_an_image_publishes_nothing", run: full_below },
+        Test { name: "what_a_sync_told_is_not_forgotten", run: told_by_a_sync },
         Test { name: "a_host_without_mkfs_says_so", run: without_mkfs },
         Test { name: "above_a_watermark_no_session_is_opened", run: watermarks },
     ]
@@ -528,6 +529,36 @@ fn full_below(place: &Place) {
     assert_eq!(host.must(&["workspace", "status", "w"])["version"], 0);
     std::fs::write(path_of(&other["session"], "merged").join("f"), "f").unwrap();
     host.must(&["session", "close", &id_of(&other), "--checkpoint"]);
+    // What can be read is exported.
+    host.must(&["fence", &id, "--to", "killed", "--reason", "test", "--wait"]);
+    let bundle = host.dir.join("bundle");
+    host.must(&["preserved", "export", &id, "--dest", bundle.to_str().unwrap()]);
+    host.must(&["preserved", "discard", &id, "--yes"]);
+    no_loops(&host);
+    host.stop();
+}
+
+/// Some kernels tell of lost data once, and only who syncs: the image keeps it.
+fn told_by_a_sync(place: &Place) {
+    let mut host = Host::new(place, "h");
+    let fault = host.dir.join("fault");
+    assert!(host.start(Some(&format!("fail={}", fault.display()))), "{}", host.log());
+    let opened = open(&host, "w", "10m", &IMAGE);
+    let id = id_of(&opened);
+    std::fs::write(path_of(&opened["session"], "merged").join("f"), "f").unwrap();
+    let refused = |host: &Host| {
+        let out = host.run(&["session", "checkpoint", &id]);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(!out.status.success() && said.contains("met 1 error(s)"), "{said}");
+        assert_eq!(host.must(&["workspace", "status", "w"])["version"], 0);
+    };
+    std::fs::write(&fault, "kernel.image.told.before 5").unwrap();
+    refused(&host);
+    std::fs::remove_file(&fault).unwrap();
+    refused(&host);
+    host.kill_agent();
+    assert!(host.start(None), "{}", host.log());
+    refused(&host);
     // What can be read is exported.
     host.must(&["fence", &id, "--to", "killed", "--reason", "test", "--wait"]);
     let bundle = host.dir.join("bundle");

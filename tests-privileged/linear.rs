@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use overfence::authority::memory::{MemoryAuthority, State};
 use overfence::authority::{Authority, SqliteAuthority};
 use overfence::model::code::Code;
-use overfence::store::{Paths, Store};
+use overfence::store::{Durability, Paths, Store};
 use serde_json::{Value, json};
 
 use crate::agent_process::{Host, id_of};
@@ -37,11 +37,11 @@ pub fn tests() -> Vec<Test> {
 /// Three clients for a few steps; whether what they saw can be put into one order.
 fn round(
     handles: &[&dyn Authority],
-    clock: &Clock,
+    expire: &(dyn Fn() + Sync),
     n: u64,
     bug: Option<Bug>,
 ) -> Result<usize, String> {
-    let round = &Round::new(handles, clock, &format!("w{n}"));
+    let round = &Round::new(handles, expire, &format!("w{n}"));
     std::thread::scope(|scope| {
         for client in 0..3 {
             let mut client = Client::new(round, bug, n * 3 + client);
@@ -59,12 +59,20 @@ fn sqlite(dir: &Path, clock: &Clock) -> Arc<Store> {
 fn two_handles(place: &Place) {
     let (clock, dir) = (Clock::default(), place.dir.join("store"));
     let store = sqlite(&dir, &clock);
-    let handles = [SqliteAuthority::new(Arc::clone(&store)), SqliteAuthority::new(store)];
+    let handles =
+        [SqliteAuthority::new(Arc::clone(&store)), SqliteAuthority::new(Arc::clone(&store))];
     let handles: Vec<&dyn Authority> = handles.iter().map(|h| h as &dyn Authority).collect();
+    let expire = || {
+        let passed = store.transact(Durability::Lazy, |_| {
+            clock.expire();
+            Ok(())
+        });
+        passed.unwrap();
+    };
     let (begun, rounds) = (Instant::now(), rounds(60));
     let mut ops = 0;
     for n in 0..rounds {
-        match round(&handles, &clock, n, None) {
+        match round(&handles, &expire, n, None) {
             Ok(seen) => ops += seen,
             Err(shown) => panic!("round {n} cannot be put into an order:\n{shown}"),
         }
@@ -77,7 +85,7 @@ fn two_handles(place: &Place) {
 fn alone(n: u64, bug: Option<Bug>) -> Result<usize, String> {
     let clock = Clock::default();
     let authority = MemoryAuthority::new(State::default(), clock.store());
-    round(&[&authority], &clock, n, bug)
+    round(&[&authority], &|| clock.expire(), n, bug)
 }
 
 fn planted(_: &Place) {

@@ -15,7 +15,7 @@ use crate::model::backing::{MinFree, UpperKind};
 use crate::model::head::Digest;
 use crate::model::lease::checked_ttl;
 use crate::model::limits::{Limits, Size};
-use crate::model::session::{AfterDoubt, OnBusy, OnSlowFreeze, Policy};
+use crate::model::session::{AfterDoubt, OnBusy, OnFence, OnSlowFreeze, Policy};
 
 pub mod duration;
 mod keys;
@@ -129,6 +129,8 @@ pub struct LeaseKeys {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FenceKeys {
+    /// What becomes of the processes of a session that lost its lease.
+    pub on_fence: OnFence,
     /// What to do when read-only is refused.
     pub on_busy: OnBusy,
     /// From the refusal to the kill under `on_busy = "kill"`.
@@ -288,6 +290,7 @@ impl Default for LeaseKeys {
 impl Default for FenceKeys {
     fn default() -> Self {
         let Policy {
+            on_fence,
             on_busy,
             kill_after,
             seal_after,
@@ -297,6 +300,7 @@ impl Default for FenceKeys {
             grace: _,
         } = Policy::default();
         Self {
+            on_fence,
             on_busy,
             kill_after,
             seal_after,
@@ -374,6 +378,7 @@ impl Config {
     /// The rules under which sessions are opened.
     pub fn policy(&self) -> Policy {
         Policy {
+            on_fence: self.fence.on_fence,
             on_busy: self.fence.on_busy,
             kill_after: self.fence.kill_after,
             seal_after: self.fence.seal_after,

@@ -34,6 +34,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "other_programs_take_over_without_a_gap", run: upgraded },
         Test { name: "what_root_takes_away_is_put_up_again", run: taken_away },
         Test { name: "shared_mappings_can_be_denied", run: denied },
+        Test { name: "a_stale_writer_runs_on_reading", run: runs_on },
         Test { name: "a_refusal_is_told_and_counted", run: told },
         Test { name: "no_write_begins_after_a_deadline_that_nobody_keeps", run: kept_by_nobody },
     ]
@@ -494,6 +495,94 @@ fn denied(place: &Place) {
     assert_eq!(write(&written), Ok(1));
     let view = host.must(&["session", "inspect", &id]);
     assert_eq!(gate_of(&view), ("complete", false), "{view:#}");
+}
+
+/// Writes and reads for as long as it may, and tells of it; ends once it is told to.
+const WRITER: &str = r#"
+echo $$ > "$1/cgroup.procs" && cd "$2" && exec 5>>file || exit 1
+while [ ! -e "$3/end" ]; do
+    echo x >&5 && echo wrote >> "$3/told" || echo refused >> "$3/told"
+    cat file > /dev/null && echo read >> "$3/told"
+    sleep 0.05
+done 2>/dev/null
+"#;
+
+/// With `read-only-run` a stale writer runs on and reads, refused by the gate, until it ends by itself.
+fn runs_on(place: &Place) {
+    let mut host = Host::new(place, "host");
+    let config = std::fs::read_to_string(&host.config).unwrap();
+    let policy = "[fence]\non_fence = \"read-only-run\"\n";
+    std::fs::write(&host.config, format!("{config}{policy}")).unwrap();
+    host.start_keeper();
+    assert!(host.start(None));
+    let opened = host.open("w", &paced_ttl(600));
+    let id = id_of(&opened);
+    let [cgroup, merged] = ["cgroup", "merged"].map(|name| path_of(&opened["session"], name));
+    let mut writer = std::process::Command::new("/bin/sh")
+        .args(["-c", WRITER, "sh"])
+        .args([cgroup.as_os_str(), merged.as_os_str(), place.dir.as_os_str()])
+        .spawn()
+        .unwrap();
+    let told = || std::fs::read_to_string(place.dir.join("told")).unwrap_or_default();
+    // What is told from now on, once that is enough to judge by.
+    let after = |enough: &str| {
+        let (before, until) = (told().len(), clock::now().plus(paced(Duration::from_secs(20))));
+        loop {
+            let now = told().split_off(before);
+            if now.matches(enough).count() > 3 {
+                return now;
+            }
+            assert!(clock::now() < until, "no {enough}: {now}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    after("wrote");
+    host.must(&["fence", &id, "--reason", "test"]);
+    let view = host.until(&id, |v| v["runs_on"] == true);
+    assert!(has(&view, "gated") && !has(&view, "frozen") && !has(&view, "read-only"), "{view:#}");
+    let now = after("read");
+    assert!(now.contains("refused") && !now.contains("wrote"), "{now}");
+    assert_eq!(view["missing"], "read-only", "{view:#}");
+    // More than that is asked for: it is frozen, and stays so.
+    host.must(&["fence", &id, "--to", "frozen", "--reason", "test", "--wait"]);
+    let stands = told();
+    std::thread::sleep(paced(Duration::from_millis(300)));
+    assert_eq!(told(), stands, "it was not frozen");
+    host.must(&["readmit", &id, "--authorised-by", "op", "--reason", "test"]);
+    assert!(!after("wrote").contains("refused"), "refused under a good lease");
+    // The next agent freezes it first, and then lets it run on again.
+    let view = host.must(&["session", "inspect", &id]);
+    host.must(&["lease", "revoke", view["lease"].as_str().unwrap(), "--reason", "test"]);
+    host.until(&id, |v| v["runs_on"] == true);
+    host.kill_agent();
+    let now = after("read");
+    assert!(!now.contains("wrote"), "{now}");
+    assert!(host.start(None));
+    host.until(&id, |v| v["runs_on"] == true);
+    let now = after("refused");
+    assert!(!now.contains("wrote"), "{now}");
+    // It ends by itself, and nothing keeps it from being read-only.
+    std::fs::write(place.dir.join("end"), "").unwrap();
+    assert!(writer.wait().unwrap().success());
+    host.until(&id, |v| has(v, "read-only"));
+
+    // Stores into a mapping would pass the gate: who made one stays frozen.
+    let opened = host.open("mapped", &paced_ttl(600));
+    let id = id_of(&opened);
+    let file = path_of(&opened["session"], "merged").join("file");
+    let file = File::options().create_new(true).read(true).write(true).open(file).unwrap();
+    let (prot, flags) = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);
+    // SAFETY: a fresh mapping at an address of the kernel's choice, which nobody touches.
+    unsafe {
+        let at = rustix::mm::mmap(std::ptr::null_mut(), 1, prot, flags, &file, 0).unwrap();
+        rustix::mm::munmap(at, 1).unwrap();
+    }
+    host.must(&["fence", &id, "--reason", "test"]);
+    let view = host.until(&id, |v| has(v, "gated") && v["state"] == "PRESERVED");
+    std::thread::sleep(paced(Duration::from_millis(300)));
+    let view_after = host.must(&["session", "inspect", &id]);
+    assert!(has(&view, "frozen") && has(&view_after, "frozen"), "{view_after:#}");
+    assert_eq!(view_after["runs_on"], false);
 }
 
 /// Sessions whose deadlines nobody keeps: agent and keeper are dead, or stopped.

@@ -63,9 +63,10 @@ impl Host {
         });
         let stopped = sessions.iter().filter(|s| s.boot == self.boot && !s.holds_lease());
         // One that was lost and is not proved frozen was lost as the former agent ended.
-        let lost_at = |s: &Session| match s.facts.0.get(&Fact::Frozen) {
-            Some(proof) => Some(proof.at),
-            None => (s.state == State::Fencing).then(clock::now),
+        let lost_at = |s: &Session| {
+            let proofs = [Fact::Gated, Fact::Frozen].iter().filter_map(|f| s.facts.0.get(f));
+            let first = proofs.map(|proof| proof.at).min();
+            first.or_else(|| (s.state == State::Fencing).then(clock::now))
         };
         let mut losses: Vec<_> = stopped.filter_map(|s| Some((lost_at(s)?, *s))).collect();
         losses.sort_by_key(|(at, s)| (*at, s.id));

@@ -36,7 +36,7 @@ use crate::upper::store::LayerStore;
 pub const TEARDOWN: Duration = Duration::from_secs(5);
 /// How long a closing session's processes have between TERM and KILL.
 const STOP: Duration = Duration::from_secs(2);
-const THAW: Duration = Duration::from_millis(500);
+pub(super) const THAW: Duration = Duration::from_millis(500);
 const KILL: Duration = Duration::from_secs(5);
 pub const AGAIN: Duration = Duration::from_millis(10);
 
@@ -120,6 +120,7 @@ impl Host {
         match effect {
             Effect::Freeze { .. } => self.freeze(slot, s),
             Effect::Thaw => self.thaw(slot),
+            Effect::RunOn => self.run_on(slot),
             Effect::ReadOnly => self.read_only(slot, s, tried),
             Effect::ReadWrite => self.read_write(slot),
             Effect::Seal => self.seal(slot, s, tried),

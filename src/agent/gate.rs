@@ -6,10 +6,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::effects::text;
+use super::effects::{Answered, THAW, text};
 use super::host::Host;
 use super::slot::{Inner, Slot};
 use crate::config::{GateUse, SharedMappings};
+use crate::kernel::cgroup::Outcome;
 use crate::kernel::clock;
 use crate::kernel::gate::{self, Entry, Gate, Refusal, Refusals};
 use crate::model::facts::Fact;
@@ -244,9 +245,48 @@ impl Host {
     /// Whether nothing of a session whose lease is lost can write any more, but for calls that began
     /// before: the gate is complete, refused a probe, and no mapping passes it.
     pub(super) fn gate_stops(&self, inner: &Inner) -> bool {
+        self.gate_alone(inner) && inner.session.facts.has(Fact::Gated)
+    }
+
+    fn gate_alone(&self, inner: &Inner) -> bool {
         let whole = self.gate.get().is_ok_and(|gate| gate.missing().is_empty());
-        let mapped = inner.gate.as_ref().is_none_or(Entry::shared);
-        whole && !mapped && inner.session.facts.has(Fact::Gated)
+        whole && inner.gate.as_ref().is_some_and(|entry| !entry.shared())
+    }
+
+    /// Asks for the proof that a lost session's writes are refused.
+    pub(super) fn gate_proved(&self, inner: &Inner) -> Option<Event> {
+        let (entry, mounted) = (inner.gate.as_ref()?, inner.mounted.as_ref()?);
+        if !stopped(inner.session.state) || inner.session.facts.has(Fact::Gated) {
+            return None;
+        }
+        match entry.prove(&mounted.root) {
+            Ok(proof) => proof.map(|proof| Event::Gated { proof, alone: self.gate_alone(inner) }),
+            Err(fault) => {
+                tracing::warn!(OVERFENCE_SESSION = %inner.session.id, "{}", text(fault));
+                None
+            }
+        }
+    }
+
+    /// Lets a fenced session's processes run on. The keeper forgets it first, which would freeze it
+    /// again. Under the slot's lock: what is noticed or wanted meanwhile comes after it.
+    pub(super) fn run_on(self: &Arc<Self>, slot: &Arc<Slot>) -> Answered {
+        let cgroup = self.cgroup(slot)?;
+        let mut inner = slot.lock();
+        if !inner.session.may_run_on() {
+            return Ok(vec![]);
+        }
+        if !self.gate_stops(&inner) {
+            let seen = "the gate does not stop all its writes any more".to_owned();
+            return Ok(vec![Event::GateLost { seen }]);
+        }
+        self.table().remove(slot.id).map_err(text)?;
+        let event = match cgroup.thaw(THAW).map_err(text)? {
+            Outcome::Proved(proof) => Event::RunsOn { proof },
+            Outcome::Late(_) => return Err("it does not run on yet".to_owned()),
+        };
+        self.apply_locked(&mut inner, event, "agent");
+        Ok(vec![])
     }
 }
 
@@ -294,21 +334,6 @@ pub(super) fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
     Ok(())
 }
 
-/// Asks for the proof that a lost session's writes are refused.
-pub(super) fn proved(inner: &Inner) -> Option<Event> {
-    let (entry, mounted) = (inner.gate.as_ref()?, inner.mounted.as_ref()?);
-    if !stopped(inner.session.state) || inner.session.facts.has(Fact::Gated) {
-        return None;
-    }
-    match entry.prove(&mounted.root) {
-        Ok(proof) => proof.map(|proof| Event::Gated { proof }),
-        Err(fault) => {
-            tracing::warn!(OVERFENCE_SESSION = %inner.session.id, "{}", text(fault));
-            None
-        }
-    }
-}
-
 const fn stopped(state: State) -> bool {
     matches!(state, State::Fencing | State::Fenced | State::Preserved)
 }
@@ -328,7 +353,7 @@ pub(super) fn check(host: &Arc<Host>, slot: &Arc<Slot>) {
             Ok(None) => lost("the write probe was not refused by the gate".to_owned()),
             Err(fault) => lost(text(fault)),
         },
-        (Some(_), Some(_)) => proved(&inner),
+        (Some(_), Some(_)) => host.gate_proved(&inner),
         (None, Some(_)) => lost("the gate is not there any more".to_owned()),
         (_, None) => None,
     };

@@ -322,6 +322,7 @@ impl Host {
             busy_since: None,
             seal: false,
             upper_freeze: UpperFreeze::Off,
+            run_on: false,
             blockers: vec![],
             altered: None,
             unknown: BTreeMap::new(),

@@ -194,10 +194,11 @@ impl Inner {
             State::Fencing | State::Deleting | State::Releasing => true,
             State::Fenced | State::Preserved => {
                 let killed = s.facts.has(Fact::Killed);
-                let stopped = killed || (s.facts.has(Fact::Frozen) && s.fence.to < Fact::Killed);
+                let stopped = killed || (s.is_stopped() && s.fence.to < Fact::Killed);
+                let runs_on = !(s.may_run_on() && s.facts.has(Fact::Frozen));
                 let sealed = s.fence.to != Fact::Sealed || s.facts.has(Fact::Sealed);
                 let read_only = s.facts.has(Fact::ReadOnly) && s.fence.to != Fact::Gone;
-                let proved = s.facts.has(Fact::Gone) || (stopped && read_only && sealed);
+                let proved = s.facts.has(Fact::Gone) || (stopped && read_only && sealed && runs_on);
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }
             State::Active => {
@@ -338,21 +339,21 @@ impl Host {
             self.note(inner, &event);
             for effect in &done.effects {
                 match effect {
-                    Effect::Freeze { purpose } => match self.freeze_now(inner, *purpose) {
-                        Some(proof) => events.push_back(Event::Frozen { proof }),
-                        None => inner.queue.push_back(effect.clone()),
-                    },
+                    Effect::Freeze { purpose } => {
+                        match self.freeze_now(inner, *purpose) {
+                            Some(proof) => events.push_back(Event::Frozen { proof }),
+                            None => inner.queue.push_back(effect.clone()),
+                        }
+                        self.leave_to_keeper(inner);
+                    }
                     other => inner.queue.push_back(other.clone()),
                 }
-            }
-            if held {
-                self.leave_to_keeper(inner);
             }
             if held && !inner.session.holds_lease() {
                 // After the freeze: who is stopped in time sees no refusal, and can run on once it is
                 // readmitted. At a deadline the gate shuts by itself.
                 self.gate_shut(inner);
-                events.extend(super::gate::proved(inner));
+                events.extend(self.gate_proved(inner));
             }
             if done.record {
                 let detail = serde_json::json!({

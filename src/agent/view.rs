@@ -59,6 +59,7 @@ impl Host {
             processes: u64::try_from(processes).unwrap_or(u64::MAX),
             labels: s.labels.clone(),
             trouble: s.trouble.clone(),
+            runs_on: s.may_run_on() && !s.facts.has(Fact::Frozen),
             seeded: s.seeded.clone(),
         }
     }
@@ -199,7 +200,9 @@ pub fn missing(s: &Session) -> Option<Fact> {
                 .filter(|f| *f != Fact::Gated);
             // Who was killed cannot run: stronger than frozen. After it is gone nothing is missing.
             let (killed, gone) = (s.facts.has(Fact::Killed), s.facts.has(Fact::Gone));
-            let there = |f: Fact| s.facts.has(f) || gone || (killed && f == Fact::Frozen);
+            let there = |f: Fact| {
+                s.facts.has(f) || gone || (f == Fact::Frozen && (killed || s.may_run_on()))
+            };
             needed.filter(|f| !there(*f)).max()
         }
         State::Opening

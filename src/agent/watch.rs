@@ -49,7 +49,10 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
     let inner = slot.lock();
     let s = &inner.session;
     let expected = match s.state {
-        State::Fenced | State::Preserved => s.facts.has(Fact::Frozen) && !s.facts.has(Fact::Killed),
+        // Who is about to run on is thawed by us.
+        State::Fenced | State::Preserved => {
+            s.facts.has(Fact::Frozen) && !s.facts.has(Fact::Killed) && !s.may_run_on()
+        }
         State::Active => matches!(s.work, Some(Work::Checkpoint { stage: Stage::Capturing, .. })),
         State::Opening
         | State::Releasing

@@ -501,6 +501,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("missing", session.missing.clone()),
         ("sealing", session.sealing.as_ref().map(sealing)),
         ("gate", session.gate.as_ref().map(gate)),
+        ("runs on", session.runs_on.then(|| "reading; the gate refuses its writes".to_owned())),
         ("base", Some(format!("version {}, {}", session.base.version, session.base.head))),
         ("expects", Some(format!("version {}", session.expected.version))),
         ("unknown", Some(table::joined(&session.unknown))),

@@ -39,6 +39,13 @@ const KEYS: &[(&str, &str, &str)] = &[
     ("lease.ttl", "How long a lease lasts without a renewal; a span, 1s to 24h.", ""),
     ("lease.max_lifetime", "Longest life of a lease, however often renewed; a span.", ""),
     (
+        "fence.on_fence",
+        "After the fence: \"freeze\" keeps the processes frozen; \"read-only-run\" lets them run on and \
+         read, so that they can end by themselves, where the lease gate is complete and the session \
+         made no writable shared mapping, and else keeps them frozen.",
+        "",
+    ),
+    (
         "fence.on_busy",
         "When a frozen writer still holds a descriptor: \"hold\" stays frozen and goes on trying, \
          \"seal\" sets the immutable flag on the upper after seal_after, \"kill\" kills it after \

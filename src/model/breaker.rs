@@ -67,6 +67,7 @@ pub fn stops(effect: &Effect, state: State) -> bool {
         Effect::Remove => true,
         Effect::Freeze { .. }
         | Effect::Thaw
+        | Effect::RunOn
         | Effect::ReadOnly
         | Effect::ReadWrite
         | Effect::Seal

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use policy::{AfterDoubt, FenceWish, OnBusy, OnSlowFreeze, Policy};
+pub use policy::{AfterDoubt, FenceWish, OnBusy, OnFence, OnSlowFreeze, Policy};
 
 use super::backing::Backing;
 use super::code::Code;
@@ -368,6 +368,9 @@ pub struct Session {
     /// is done meanwhile.
     #[serde(default)]
     pub upper_freeze: UpperFreeze,
+    /// Policy has its processes run on, and the lease gate alone stops all that they would write.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub run_on: bool,
     /// Who did not freeze in time.
     pub blockers: Vec<Blocker>,
     /// What somebody changed in the upper, past the overlay, since the session was proved read-only.
@@ -410,6 +413,20 @@ impl Session {
         let due = self.busy_since.is_some_and(|t| now.since(t) >= self.policy.seal_after);
         let wanted = self.fence.to == Fact::Sealed || (self.on_busy() == OnBusy::Seal && due);
         wanted && !self.facts.has(Fact::Sealed)
+    }
+
+    /// Whether its processes run on, or are to, after its fence: nobody wants more of them than that
+    /// they do not write.
+    pub fn may_run_on(&self) -> bool {
+        let over = self.seal || self.is_past_running();
+        let fenced = matches!(self.state, State::Fenced | State::Preserved) && !over;
+        self.run_on && fenced && self.fence.to == Fact::ReadOnly && self.facts.has(Fact::Gated)
+    }
+
+    /// Whether all its processes are stopped: frozen, dead, or refused each write by the kernel.
+    pub fn is_stopped(&self) -> bool {
+        let frozen = self.facts.has(Fact::Frozen) || self.facts.has(Fact::Killed);
+        frozen || self.may_run_on()
     }
 
     /// Whether the lease may still be renewed for it.

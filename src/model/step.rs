@@ -18,7 +18,7 @@ use super::facts::{Blocker, Fact, Holder, Proof, Stray};
 use super::head::{Digest, HeadAt};
 use super::ids::{BootId, Generation, LeaseId, PublicationKey};
 use super::session::{
-    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Session, Stage, State,
+    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnFence, OnSlowFreeze, Session, Stage, State,
     UpperFreeze, Work,
 };
 use super::time::BootNs;
@@ -101,6 +101,9 @@ pub enum Event {
     Gated {
         /// The kernel's answer.
         proof: Proof,
+        /// Nothing that its processes do passes it, but for calls that began before.
+        #[serde(default)]
+        alone: bool,
     },
     /// The gate let a probe pass: somebody took it away.
     GateLost {
@@ -117,6 +120,11 @@ pub enum Event {
         reason: String,
         /// Now.
         now: BootNs,
+    },
+    /// Its processes run on, behind the gate, on our wish.
+    RunsOn {
+        /// The kernel's answer.
+        proof: Proof,
     },
     /// Somebody else thawed it.
     ForeignThaw {
@@ -351,8 +359,9 @@ fn taken(s: &mut Session, event: &Event) -> Step {
         Event::RenewalMissed { cause } => on_renewal_missed(s, cause),
         Event::LeaseLost { loss, revoke } => lose(s, loss.clone(), *revoke),
         Event::FenceAsked { wish, by, reason, now } => on_fence_asked(s, wish, by, reason, *now),
-        Event::Gated { proof } => on_gated(s, proof),
+        Event::Gated { proof, alone } => on_gated(s, proof, *alone),
         Event::GateLost { .. } => on_gate_lost(s),
+        Event::RunsOn { .. } => on_runs_on(s),
         Event::Frozen { proof } => on_frozen(s, proof),
         Event::FreezeLate { blockers } => on_freeze_late(s, blockers),
         Event::ForeignThaw { .. } => on_foreign_thaw(s),
@@ -406,7 +415,7 @@ use fence::{
     on_read_only_lost, on_tick, writable_again,
 };
 use foreign::{on_moved_out, on_upper_changed};
-use gate::{on_gate_lost, on_gated};
+use gate::{on_gate_lost, on_gated, on_runs_on, run_on};
 use hold::{
     on_capture_refused, on_captured, on_checkpoint_asked, on_close_asked, on_published,
     on_readmitted, on_released, on_thawed, on_writable,

@@ -65,6 +65,7 @@ fn session(n: u128) -> Session {
         busy_since: None,
         seal: false,
         upper_freeze: Default::default(),
+        run_on: false,
         blockers: Vec::new(),
         altered: None,
         unknown: BTreeMap::from([(PublicationKey::from_u128(5), Digest([6; 32]))]),

@@ -182,8 +182,7 @@ fn export(
     dest: Option<PathBuf>,
 ) -> Result<MadeBundle, Failure> {
     let s = slot.session();
-    let stopped = s.facts.has(Fact::Frozen) || s.facts.has(Fact::Killed);
-    if !matches!(s.state, State::Fenced | State::Preserved) || !stopped {
+    if !matches!(s.state, State::Fenced | State::Preserved) || !s.is_stopped() {
         return Err(denied(&s, Code::WrongState));
     }
     if let Some(own) = dest.as_deref().filter(|dest| host.paths.are_own(dest)) {

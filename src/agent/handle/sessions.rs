@@ -330,8 +330,7 @@ impl Agent {
 
     pub(super) fn fenced(&self, slot: &Slot) -> Fenced {
         let session = self.session_view(slot);
-        let facts = slot.session().facts;
-        let effective = facts.has(Fact::Frozen) || facts.has(Fact::Killed);
+        let effective = slot.session().is_stopped();
         Fenced { result: if effective { "effective" } else { "pending" }.to_owned(), session }
     }
 

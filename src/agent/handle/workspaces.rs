@@ -12,7 +12,6 @@ use crate::agent::view::word;
 use crate::authority::{HistoryRow, NewWorkspace};
 use crate::kernel::walk::Dir;
 use crate::model::code::Code;
-use crate::model::facts::Fact;
 use crate::model::head::Digest;
 use crate::model::ids::{LeaseId, WorkspaceId};
 use crate::model::journal::{Draft, Journal};
@@ -86,7 +85,7 @@ impl Agent {
         let loss = Loss::Revoked { by: actor(by), reason };
         self.0.apply(&slot, Event::LeaseLost { loss, revoke: true }, &actor(by));
         let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(PATIENCE);
-        slot.wait_for(wait, |inner| inner.session.facts.has(Fact::Frozen)).await;
+        slot.wait_for(wait, |inner| inner.session.is_stopped()).await;
         Ok(self.fenced(&slot))
     }
 

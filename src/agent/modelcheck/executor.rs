@@ -98,6 +98,8 @@ impl Model {
                 (k.sealed, k.read_only) = (false, false);
                 Some(Event::Unsealed { proof: proof() })
             }
+            // No model has the policy for it.
+            Effect::RunOn => Some(failed()),
             Effect::Kill => {
                 w.hosts[i].kernel.alive = false;
                 Some(Event::Killed { proof: proof() })

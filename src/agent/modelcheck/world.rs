@@ -333,6 +333,7 @@ impl World {
             busy_since: None,
             seal: false,
             upper_freeze: Default::default(),
+            run_on: false,
             blockers: Vec::new(),
             altered: None,
             unknown: BTreeMap::new(),

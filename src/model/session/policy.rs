@@ -7,6 +7,17 @@ use serde::{Deserialize, Serialize};
 use super::super::facts::Fact;
 use super::super::time::millis;
 
+/// What becomes of the processes of a session that lost its lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnFence {
+    /// They stay frozen.
+    #[default]
+    Freeze,
+    /// They run on and read, once they are fenced, where the lease gate alone stops all their writes.
+    ReadOnlyRun,
+}
+
 /// What to do when read-only is refused because a writer still holds a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -46,6 +57,8 @@ pub enum AfterDoubt {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Policy {
+    /// See [`OnFence`].
+    pub on_fence: OnFence,
     /// See [`OnBusy`].
     pub on_busy: OnBusy,
     /// From the EBUSY to the kill under `on_busy = kill`.
@@ -69,6 +82,7 @@ pub struct Policy {
 impl Default for Policy {
     fn default() -> Self {
         Self {
+            on_fence: OnFence::Freeze,
             on_busy: OnBusy::Hold,
             kill_after: Duration::from_secs(3600),
             seal_after: Duration::from_secs(30),

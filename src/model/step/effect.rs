@@ -29,6 +29,8 @@ pub enum Effect {
     /// Keeper's entry, `freeze=0`, re-read stamp and deadline, freeze again if either speaks
     /// against it.
     Thaw,
+    /// Let the processes of a fenced session run on, if the lease gate stops all their writes.
+    RunOn,
     /// Remount the superblock read-only and probe.
     ReadOnly,
     /// Remount it writable.
@@ -97,6 +99,7 @@ impl Effect {
             | Self::Unseal
             | Self::FreezeUpper
             | Self::ThawUpper
+            | Self::RunOn
             | Self::Thaw => true,
             Self::Freeze { .. } | Self::ReadOnly | Self::Capture { .. } | Self::Show => false,
         }
@@ -111,6 +114,7 @@ impl Effect {
             | Self::Unseal
             | Self::Kill
             | Self::Thaw
+            | Self::RunOn
             | Self::ProveGone
             | Self::Remove => true,
             Self::Freeze { .. }
@@ -133,6 +137,7 @@ impl Effect {
     pub const NAMES: &[&str] = &[
         "freeze",
         "thaw",
+        "run_on",
         "read_only",
         "read_write",
         "seal",
@@ -156,6 +161,7 @@ impl Effect {
         match self {
             Self::Freeze { .. } => "freeze",
             Self::Thaw => "thaw",
+            Self::RunOn => "run_on",
             Self::ReadOnly => "read_only",
             Self::ReadWrite => "read_write",
             Self::Seal => "seal",

@@ -268,11 +268,9 @@ pub(super) fn settle(s: &mut Session) -> Step {
         true => State::Fenced,
         false => State::Preserved,
     };
-    if s.state == next {
-        return Step::note();
-    }
+    let show = (s.state != next).then_some(Effect::Show);
     s.state = next;
-    Step::go([Effect::Show])
+    Step::go(show.into_iter().chain(run_on(s)))
 }
 
 /// The overlay of a lost session is writable. In FENCING read-only is tried by itself, once
@@ -321,14 +319,14 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs, held: bool) -> Step {
             if s.facts.has(Fact::Gone) {
                 return Step::quiet(resolve_unknown(s));
             }
-            if !killed && !s.facts.has(Fact::Frozen) {
+            let due = s.on_busy() == OnBusy::Kill
+                && s.busy_since.is_some_and(|t| now.since(t) >= s.policy.kill_after);
+            // Who runs on is frozen again before more is done.
+            let runs_on = s.may_run_on() && !due && !s.wants_seal(now);
+            if !killed && !s.facts.has(Fact::Frozen) && !runs_on {
                 return Step::quiet([FENCE]);
             }
-            let due = s.busy_since.is_some_and(|t| now.since(t) >= s.policy.kill_after);
-            if !killed
-                && !held
-                && (s.fence.to >= Fact::Killed || (s.on_busy() == OnBusy::Kill && due))
-            {
+            if !killed && !held && (s.fence.to >= Fact::Killed || due) {
                 return Step::go([Effect::Kill]);
             }
             if s.fence.to == Fact::Gone && killed {
@@ -343,7 +341,8 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs, held: bool) -> Step {
             let record = sealing.is_some() && !begun;
             let again = super::image::freeze_again(s).filter(|_| sealing.is_none());
             let next = resolve_unknown(s).chain(sealing).chain(again);
-            let step = Step::quiet(next.chain(wants_ro.then_some(Effect::ReadOnly)));
+            let last = wants_ro.then_some(Effect::ReadOnly);
+            let step = Step::quiet(next.chain(last).chain(run_on(s).filter(|_| runs_on)));
             Step { record, ..step }
         }
         State::Deleting if held => Step::quiet([]),

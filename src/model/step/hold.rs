@@ -283,6 +283,7 @@ pub(super) fn on_readmitted(
     s.witnessed = std::time::Duration::ZERO;
     s.keep_until = None;
     s.facts = super::super::facts::Facts::default();
+    s.run_on = false;
     Step::go([make_writable(s)])
 }
 

@@ -10,7 +10,9 @@ use super::*;
 /// Whether the upper's file system is to be stopped, now that read-only was refused.
 fn wanted(s: &Session) -> bool {
     let stopped = s.facts.has(Fact::Frozen) || s.facts.has(Fact::Killed);
-    s.upper.size().is_some() && stopped && s.fence.to != Fact::Frozen
+    // Who runs on would hang on it.
+    let wanted = s.fence.to != Fact::Frozen && !s.may_run_on();
+    s.upper.size().is_some() && stopped && wanted
 }
 
 /// Adds the stop to what a refused read-only led to, unless something follows at once for which it

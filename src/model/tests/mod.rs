@@ -3,6 +3,7 @@
 mod breaker;
 mod classify;
 mod foreign;
+mod gate;
 mod image;
 mod properties;
 mod seal;
@@ -70,6 +71,7 @@ fn session(state: State) -> Session {
         busy_since: None,
         seal: false,
         upper_freeze: Default::default(),
+        run_on: false,
         blockers: Vec::new(),
         altered: None,
         unknown: BTreeMap::new(),

@@ -11,16 +11,17 @@ use super::super::ids::{Generation, LeaseId, PublicationKey, Version};
 use super::super::lease::Bound;
 use super::super::limits::Size;
 use super::super::session::{
-    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnSlowFreeze, Policy, Session, Stage, State,
-    UpperFreeze, Work,
+    CloseMode, Disposition, FenceWish, Loss, OnBusy, OnFence, OnSlowFreeze, Policy, Session, Stage,
+    State, UpperFreeze, Work,
 };
-use super::super::step::{Effect, Event, Found, Published, Step, step};
+use super::super::step::{Effect, Event, Found, Published, Purpose, Step, step};
 use super::super::time::BootNs;
 use super::super::workspace::Refusal;
 use super::{boot, key, layer, proof, session};
 
 const FACTS: [Fact; 7] = Fact::ALL;
 
+const FENCE: Effect = Effect::Freeze { purpose: Purpose::Fence };
 const ON_BUSY: [OnBusy; 3] = [OnBusy::Hold, OnBusy::Seal, OnBusy::Kill];
 
 fn losses() -> impl Strategy<Value = Loss> {
@@ -75,7 +76,8 @@ fn events() -> impl Strategy<Value = Event> {
             now: BootNs(1),
         }),
         (losses(), any::<bool>()).prop_map(|(loss, revoke)| Event::LeaseLost { loss, revoke }),
-        Just(Event::Gated { proof: p() }),
+        any::<bool>().prop_map(move |alone| Event::Gated { proof: proof(0), alone }),
+        Just(Event::RunsOn { proof: p() }),
         Just(Event::GateLost { seen: "ok".into() }),
         Just(Event::Frozen { proof: p() }),
         Just(Event::FreezeLate { blockers: Vec::new() }),
@@ -138,7 +140,8 @@ fn events() -> impl Strategy<Value = Event> {
 
 fn policies() -> impl Strategy<Value = Policy> {
     let on_busy = proptest::sample::select(ON_BUSY.as_slice());
-    (on_busy, any::<bool>()).prop_map(|(on_busy, slow)| Policy {
+    (on_busy, any::<bool>(), any::<bool>()).prop_map(|(on_busy, slow, run)| Policy {
+        on_fence: if run { OnFence::ReadOnlyRun } else { OnFence::Freeze },
         on_busy,
         seal_after: std::time::Duration::from_millis(1),
         on_slow_freeze: if slow { OnSlowFreeze::Kill } else { OnSlowFreeze::Wait },
@@ -186,7 +189,7 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
         let rebooted = matches!(s.event, Event::Recovered(found) if found.boot != s.before.boot);
         prop_assert!(old.is_none() || rebooted, "{fact} was proved again by {:?}", s.event);
         let proved = match (s.event, fact) {
-            (Event::Gated { proof }, Fact::Gated)
+            (Event::Gated { proof, .. }, Fact::Gated)
             | (Event::Frozen { proof }, Fact::Frozen)
             | (Event::ReadOnly { proof, .. }, Fact::ReadOnly)
             | (Event::Sealed { proof }, Fact::Sealed)
@@ -203,7 +206,10 @@ fn invariant_facts_come_from_the_kernel(s: &Seen<'_>) -> Held {
 /// A fact that an event contradicts is gone after it.
 fn invariant_contradicted_facts_go(s: &Seen<'_>) -> Held {
     let fact = match s.event {
-        Event::ForeignThaw { .. } | Event::Thawed { .. } | Event::MovedOut { .. } => Fact::Frozen,
+        Event::ForeignThaw { .. }
+        | Event::Thawed { .. }
+        | Event::RunsOn { .. }
+        | Event::MovedOut { .. } => Fact::Frozen,
         Event::ReadOnlyLost { .. } | Event::Writable { .. } | Event::Busy { .. } => Fact::ReadOnly,
         Event::GateLost { .. } => Fact::Gated,
         Event::SealLost { .. } | Event::Unsealed { .. } => Fact::Sealed,
@@ -218,6 +224,21 @@ fn invariant_contradicted_facts_go(s: &Seen<'_>) -> Held {
 fn invariant_no_thaw_without_a_lease(s: &Seen<'_>) -> Held {
     let thaws = s.step.effects.iter().any(|e| matches!(e, Effect::Thaw | Effect::ReadWrite));
     prop_assert!(!thaws || s.after.holds_lease(), "a lost session was thawed: {:?}", s.step);
+    Ok(())
+}
+
+/// Who runs on without a lease does so behind the gate, by policy, and nobody wants it stopped.
+fn invariant_who_runs_on_is_gated(s: &Seen<'_>) -> Held {
+    let a = s.after;
+    let policy = a.policy.on_fence == OnFence::ReadOnlyRun && a.fence.to == Fact::ReadOnly;
+    let runs = s.step.effects.contains(&Effect::RunOn) || a.may_run_on();
+    let behind = policy && a.facts.has(Fact::Gated) && !a.holds_lease() && !a.seal;
+    prop_assert!(!runs || behind, "{:?} let it run on", s.event);
+    // Nobody else runs while nothing is about to stop them.
+    let stands = a.is_stopped() || a.is_past_running();
+    let fenced = matches!(a.state, State::Fenced | State::Preserved);
+    let lost = fenced && s.before.is_stopped() && !stands;
+    prop_assert!(!lost || s.step.effects.contains(&FENCE), "{:?} left it running", s.event);
     Ok(())
 }
 
@@ -375,11 +396,12 @@ fn invariant_records_round_trip(s: &Seen<'_>) -> Held {
     Ok(())
 }
 
-const INVARIANTS: [fn(&Seen<'_>) -> Held; 16] = [
+const INVARIANTS: [fn(&Seen<'_>) -> Held; 17] = [
     invariant_facts_come_from_the_kernel,
     invariant_contradicted_facts_go,
     invariant_no_thaw_without_a_lease,
     invariant_no_thaw_of_a_sealed_upper,
+    invariant_who_runs_on_is_gated,
     invariant_a_stopped_upper_is_lifted_first,
     invariant_remove_only_what_is_safe_and_gone,
     invariant_unproved_freeze_removes_nothing,

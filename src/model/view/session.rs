@@ -202,6 +202,9 @@ pub struct SessionView {
     pub labels: BTreeMap<String, String>,
     /// The last thing that went wrong.
     pub trouble: Option<String>,
+    /// Fenced, its processes run on: the lease gate refuses each of their writes.
+    #[serde(default)]
+    pub runs_on: bool,
     /// Whose bytes it began with, if it did not begin empty: a bundle's, or a former session's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]

@@ -115,6 +115,11 @@ impl Host {
         }
     }
 
+    /// Of agent and keeper.
+    pub fn pids(&self) -> Vec<u32> {
+        self.agent.iter().chain(&self.keeper).map(Child::id).collect()
+    }
+
     /// To agent and keeper.
     pub fn signal(&self, signal: nix::sys::signal::Signal) {
         for child in self.agent.iter().chain(&self.keeper) {

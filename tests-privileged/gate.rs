@@ -1,6 +1,7 @@
 //! The lease gate: the kernel compares each write with the lease, whoever is alive.
 #![allow(unsafe_code)]
 
+mod beside;
 mod queues;
 mod stamps;
 mod ways;
@@ -8,8 +9,8 @@ mod ways;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use overfence::kernel::clock;
@@ -36,6 +37,9 @@ pub fn tests() -> Vec<Test> {
         Test { name: "shared_mappings_can_be_denied", run: denied },
         Test { name: "a_stale_writer_runs_on_reading", run: runs_on },
         Test { name: "a_refusal_is_told_and_counted", run: told },
+        Test { name: "it_changes_no_answer_of_a_good_lease", run: beside::same },
+        Test { name: "numbers_that_are_used_again_are_nobodys", run: beside::raced },
+        Test { name: "what_it_costs", run: beside::cost },
         Test { name: "no_write_begins_after_a_deadline_that_nobody_keeps", run: kept_by_nobody },
     ]
 }
@@ -102,26 +106,33 @@ impl Drop for Scene {
     }
 }
 
-/// Deadlines and writers of the run at full speed.
-const DEADLINES: u64 = 300;
-const WRITERS: usize = 24;
+/// Deadlines and writers of the run at full speed: one for each way to change a file, and more that
+/// write.
+const DEADLINES: u64 = 1_000;
+const WRITERS: usize = 64;
 
 fn deadlines(place: &Place) {
     let scene = Scene::new(place);
     let term = Arc::new(stamps::Term::default());
     let mut seen = stamps::Seen::new();
     std::thread::scope(|scope| {
+        scene.open();
+        let (begun, ways) = (Barrier::new(WRITERS + 1), ways::ways());
+        assert!(ways.len() < WRITERS);
+        let begun = Arc::new(begun);
         let writers: Vec<_> = (0..WRITERS)
             .map(|n| {
-                // Opened while it is open.
-                scene.open();
-                let file = stamps::file(&scene.merged().join(n.to_string()));
-                let term = Arc::clone(&term);
-                let write = stamps::WRITES[n % stamps::WRITES.len()];
-                scope.spawn(move || stamps::write_on(&term, &file, write))
+                let (way, dir) =
+                    (*ways.get(n).unwrap_or(&ways[0]), scene.merged().join(n.to_string()));
+                let (term, begun) = (Arc::clone(&term), Arc::clone(&begun));
+                scope.spawn(move || {
+                    let call = way.begin(&dir);
+                    begun.wait();
+                    stamps::call_on(&term, call)
+                })
             })
             .collect();
-        std::thread::sleep(Duration::from_millis(200));
+        begun.wait();
         for _ in 0..DEADLINES {
             let deadline = clock::now().plus(paced(Duration::from_millis(5)));
             term.deadline.store(deadline.0, Ordering::SeqCst);
@@ -585,13 +596,24 @@ fn runs_on(place: &Place) {
     assert_eq!(view_after["runs_on"], false);
 }
 
-/// Sessions whose deadlines nobody keeps: agent and keeper are dead, or stopped.
+/// All threads of a process get what nobody else wants of the processors.
+fn starve(pid: u32) {
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+        let id: i32 = thread.unwrap().file_name().to_str().unwrap().parse().unwrap();
+        let priority = libc::sched_param { sched_priority: 0 };
+        // SAFETY: the structure is read during the call alone.
+        let done = unsafe { libc::sched_setscheduler(id, libc::SCHED_IDLE, &raw const priority) };
+        assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+    }
+}
+
+/// Sessions whose deadlines nobody keeps: agent and keeper are dead, stopped, or starved by others.
 fn kept_by_nobody(place: &Place) {
     const SESSIONS: usize = 6;
     const EACH: usize = 4;
     let mut host = Host::new(place, "host");
-    let mut seen = stamps::Seen::new();
-    for round in 0..4 {
+    let (mut seen, ways) = (stamps::Seen::new(), ways::ways());
+    for round in 0..6 {
         host.start_keeper();
         assert!(host.start(None));
         let terms: Vec<_> = (0..SESSIONS)
@@ -602,27 +624,38 @@ fn kept_by_nobody(place: &Place) {
                 term.deadline.store(deadline, Ordering::SeqCst);
                 term.number.store(1, Ordering::SeqCst);
                 let merged = path_of(&opened["session"], "merged");
-                let files: Vec<_> =
-                    (0..EACH).map(|n| stamps::file(&merged.join(n.to_string()))).collect();
-                (term, files)
+                // One of the ways is to open it.
+                std::fs::write(merged.join("lower-file"), b"lower").unwrap();
+                (term, merged)
             })
             .collect();
-        match round % 2 {
+        let starved = round % 3 == 2;
+        match round % 3 {
             0 => host.stop(),
-            _ => host.signal(nix::sys::signal::Signal::SIGSTOP),
+            1 => host.signal(nix::sys::signal::Signal::SIGSTOP),
+            _ => host.pids().into_iter().for_each(starve),
         }
         let last = terms.iter().map(|(term, _)| term.deadline.load(Ordering::SeqCst)).max();
         let last = BootNs(last.unwrap());
         assert!(clock::now() < last, "all of it took too long");
         std::thread::scope(|scope| {
-            let writers: Vec<_> = terms
-                .iter()
-                .flat_map(|(term, files)| files.iter().enumerate().map(move |f| (term, f)))
-                .map(|(term, (n, file))| {
-                    let write = stamps::WRITES[n % stamps::WRITES.len()];
-                    scope.spawn(move || stamps::write_on(term, file, write))
+            let all = terms.iter().flat_map(|term| (0..EACH).map(move |n| (term, n)));
+            let writers: Vec<_> = all
+                .enumerate()
+                .map(|(k, ((term, merged), n))| {
+                    let way = &ways[(round * SESSIONS * EACH + k) % ways.len()];
+                    scope.spawn(move || {
+                        stamps::call_on(term, way.begin(&merged.join(n.to_string())))
+                    })
                 })
                 .collect();
+            for _ in 0..if starved { 2 * EACH } else { 0 } {
+                scope.spawn(|| {
+                    while !terms[0].0.over.load(Ordering::SeqCst) {
+                        std::hint::spin_loop();
+                    }
+                });
+            }
             clock::sleep_until(last.plus(paced(Duration::from_millis(50))));
             terms.iter().for_each(|(term, _)| term.over.store(true, Ordering::SeqCst));
             for writer in writers {

@@ -71,7 +71,7 @@ fn rounds(at: &Path) {
 }
 
 /// A small generator of our own: the seed in a message is all that is needed to see it again.
-struct Random(u64);
+pub struct Random(pub u64);
 
 impl Random {
     fn below(&mut self, n: u64) -> u64 {
@@ -89,7 +89,7 @@ impl Random {
 
 /// One operation, to be done to any tree.
 #[derive(Clone, Debug)]
-enum Act {
+pub enum Act {
     Dir(PathBuf),
     Write(PathBuf, u64),
     Append(PathBuf),
@@ -106,7 +106,7 @@ enum Act {
     Time(PathBuf, u64),
 }
 
-fn act(random: &mut Random) -> Act {
+pub fn act(random: &mut Random) -> Act {
     let path = random.path();
     match random.below(20) {
         0..=2 => Act::Dir(path),
@@ -127,7 +127,7 @@ fn act(random: &mut Random) -> Act {
 }
 
 /// Does it; what is not possible there is not done. True if it was.
-fn done(top: &Path, act: &Act) -> bool {
+pub fn done(top: &Path, act: &Act) -> bool {
     let at = |path: &PathBuf| top.join(path);
     let is = |path: &PathBuf, fits: fn(&std::fs::Metadata) -> bool| {
         at(path).symlink_metadata().is_ok_and(|meta| fits(&meta))
@@ -209,7 +209,7 @@ fn done(top: &Path, act: &Act) -> bool {
 
 /// What a tree shows: every name with all that a user of it can see, but for what the kernel alone
 /// decides. Times of what no operation set are the clock's.
-fn shows(top: &Path) -> Vec<String> {
+pub fn shows(top: &Path) -> Vec<String> {
     let (mut all, mut todo) = (Vec::new(), vec![PathBuf::new()]);
     while let Some(dir) = todo.pop() {
         for entry in std::fs::read_dir(top.join(&dir)).unwrap() {

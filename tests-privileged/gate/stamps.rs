@@ -1,14 +1,13 @@
-//! Writers at full speed over many deadlines. Each reads CLOCK_BOOTTIME, then writes: of the writes
+//! Writers at full speed over many deadlines. Each reads CLOCK_BOOTTIME, then makes its call: of those
 //! that were accepted none may have been begun after the deadline.
 
-use std::fs::File;
-use std::os::fd::AsRawFd as _;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use overfence::kernel::clock;
 use overfence::model::time::BootNs;
+
+use super::ways::Call;
 
 const MS: u64 = 1_000_000;
 
@@ -97,55 +96,8 @@ impl Seen {
     }
 }
 
-/// One call that writes.
-pub type Write = fn(&File) -> bool;
-
-fn pwrite(file: &File) -> bool {
-    accepted(rustix::io::pwrite(file, b"12345678", 0).map(drop))
-}
-
-fn truncate(file: &File) -> bool {
-    accepted(rustix::fs::ftruncate(file, 8))
-}
-
-fn fallocate(file: &File) -> bool {
-    accepted(rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, 8))
-}
-
-fn chmod(file: &File) -> bool {
-    accepted(rustix::fs::fchmod(file, rustix::fs::Mode::RWXU))
-}
-
-fn open(file: &File) -> bool {
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    accepted(
-        rustix::fs::open(path, rustix::fs::OFlags::WRONLY, rustix::fs::Mode::empty()).map(drop),
-    )
-}
-
-fn xattr(file: &File) -> bool {
-    accepted(rustix::fs::fsetxattr(file, "user.x", b"1", rustix::fs::XattrFlags::empty()))
-}
-
-fn accepted(answer: rustix::io::Result<()>) -> bool {
-    match answer {
-        Ok(()) => true,
-        Err(rustix::io::Errno::ROFS) => false,
-        Err(e) => panic!("a write was answered {e}"),
-    }
-}
-
-/// Mostly plain writes; of the others one each.
-pub const WRITES: [Write; 8] = [pwrite, pwrite, pwrite, truncate, fallocate, chmod, open, xattr];
-
-/// A file to write on.
-pub fn file(path: &Path) -> File {
-    let file = File::options().create(true).truncate(false).read(true).write(true).open(path);
-    file.unwrap()
-}
-
-/// Writes until it is over.
-pub fn write_on(term: &Term, file: &File, write: Write) -> Seen {
+/// Makes a call until it is over.
+pub fn call_on(term: &Term, mut call: Call) -> Seen {
     let mut seen = Seen::new();
     while !term.over.load(Ordering::SeqCst) {
         let number = term.number.load(Ordering::SeqCst);
@@ -162,8 +114,13 @@ pub fn write_on(term: &Term, file: &File, write: Write) -> Seen {
             std::thread::sleep(Duration::from_millis(5));
         }
         let begun = clock::now().0;
-        let accepted = write(file);
+        let answer = call();
         let ended = clock::now().0;
+        let accepted = match answer {
+            Ok(()) => true,
+            Err(e) if e.raw_os_error() == Some(libc::EROFS) => false,
+            Err(e) => panic!("it was answered {e}"),
+        };
         // One that saw the deadline move says nothing.
         if term.number.load(Ordering::SeqCst) == number {
             seen.count(accepted, begun, ended, deadline);

@@ -18,14 +18,29 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::Scene;
 
 /// A call that is made again and again.
-type Call = Box<dyn FnMut() -> io::Result<()>>;
+pub type Call = Box<dyn FnMut() -> io::Result<()>>;
 
 /// One way: what is there before it (in a directory of its own), and the call.
-struct Way {
+#[derive(Clone, Copy)]
+pub struct Way {
     name: &'static str,
     make: fn(&Path) -> Call,
     /// What the file system of the tests answers where it cannot do it; the gate answers before that.
     cannot: &'static [Errno],
+}
+
+impl Way {
+    /// The call, in a new directory, for who makes it for as long as he likes: a plain write where the
+    /// file system or the kernel cannot do it.
+    pub fn begin(&self, dir: &Path) -> Call {
+        std::fs::create_dir(dir).unwrap();
+        let mut call = (self.make)(dir);
+        match call().map_err(|e| Errno::from_io_error(&e).unwrap()) {
+            Ok(()) => call,
+            Err(e) if self.cannot.contains(&e) => (ways()[0].make)(dir),
+            Err(e) => panic!("{}: {e}", self.name),
+        }
+    }
 }
 
 macro_rules! ways {
@@ -59,17 +74,29 @@ fn each_new(dir: &Path, call: fn(&Path, &Path) -> io::Result<()>) -> Call {
     Box::new(move || call(&next(), &dir))
 }
 
-/// A call on what an earlier one left: there are enough of it.
-fn each_old(dir: &Path, make: fn(&Path), call: fn(&Path) -> io::Result<()>) -> Call {
-    for n in 0..8 {
-        make(&dir.join(format!("old-{n}")));
-    }
+/// A call on what is there each time: some are made ahead, while that may be done.
+fn each_old(
+    dir: &Path,
+    make: fn(&Path) -> io::Result<()>,
+    call: fn(&Path) -> io::Result<()>,
+) -> Call {
+    const AHEAD: usize = 8;
     let dir = dir.to_owned();
+    let at = move |n: usize| dir.join(format!("old-{n}"));
+    (0..AHEAD).for_each(|n| make(&at(n)).unwrap());
     let mut n = 0;
     Box::new(move || {
-        let path = dir.join(format!("old-{n}"));
+        match call(&at(n)) {
+            // The deadline had passed when it was to be made.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                make(&at(n))?;
+                call(&at(n))?;
+            }
+            answer => answer?,
+        }
         n += 1;
-        call(&path)
+        let _ = make(&at(n + AHEAD - 1));
+        Ok(())
     })
 }
 
@@ -156,7 +183,7 @@ fn dedupe(from: &File, to: &File) -> io::Result<()> {
     }
 }
 
-fn ways() -> Vec<Way> {
+pub fn ways() -> Vec<Way> {
     use super::queues::{aio, uring};
     Vec::from(ways! {
         "write" => |dir| {
@@ -199,7 +226,11 @@ fn ways() -> Vec<Way> {
             Box::new(move || {
                 rustix::io::write(&to, b"new")?;
                 let flags = rustix::pipe::SpliceFlags::empty();
-                done(rustix::pipe::splice(&from, None, &file, None, 3, flags))
+                let answer = done(rustix::pipe::splice(&from, None, &file, None, 3, flags));
+                if answer.is_err() {
+                    rustix::io::read(&from, &mut [0; 3])?;
+                }
+                answer
             })
         };
         "copy_file_range" => |dir| {
@@ -297,19 +328,19 @@ fn ways() -> Vec<Way> {
         };
         "mkdir" => |dir| each_new(dir, |new, _| std::fs::create_dir(new));
         "unlink" => |dir| {
-            each_old(dir, |old| std::fs::write(old, b"old").unwrap(), |old| std::fs::remove_file(old))
+            each_old(dir, |old| std::fs::write(old, b"old"), |old| std::fs::remove_file(old))
         };
         "rmdir" => |dir| {
-            each_old(dir, |old| std::fs::create_dir(old).unwrap(), |old| std::fs::remove_dir(old))
+            each_old(dir, |old| std::fs::create_dir(old), |old| std::fs::remove_dir(old))
         };
         "rename" => |dir| {
-            each_old(dir, |old| std::fs::write(old, b"old").unwrap(), |old| {
+            each_old(dir, |old| std::fs::write(old, b"old"), |old| {
                 std::fs::rename(old, old.with_extension("moved"))
             })
         };
         "rename over" => |dir| {
             drop(file(dir));
-            each_old(dir, |old| std::fs::write(old, b"old").unwrap(), |old| {
+            each_old(dir, |old| std::fs::write(old, b"old"), |old| {
                 std::fs::rename(old, old.with_file_name("file"))
             })
         };
@@ -381,32 +412,32 @@ fn ways() -> Vec<Way> {
         "setxattr" => |dir| {
             let (file, mut value) = (file(dir), 0u8);
             Box::new(move || {
-                value += 1;
+                value = value.wrapping_add(1);
                 done(rustix::fs::fsetxattr(&file, "user.test", &[value], XattrFlags::empty()))
             })
         };
         "setxattr trusted" => |dir| {
             let (file, mut value) = (file(dir), 0u8);
             Box::new(move || {
-                value += 1;
+                value = value.wrapping_add(1);
                 done(rustix::fs::fsetxattr(&file, "trusted.test", &[value], XattrFlags::empty()))
             })
         };
         "removexattr" => |dir| {
             each_old(dir, |old| {
-                std::fs::write(old, b"old").unwrap();
-                rustix::fs::setxattr(old, "user.test", b"old", XattrFlags::empty()).unwrap();
+                std::fs::write(old, b"old")?;
+                done(rustix::fs::setxattr(old, "user.test", b"old", XattrFlags::empty()))
             }, |old| done(rustix::fs::removexattr(old, "user.test")))
         };
         "set an ACL" => |dir| {
-            each_old(dir, |old| std::fs::write(old, b"old").unwrap(), |old| {
+            each_old(dir, |old| std::fs::write(old, b"old"), |old| {
                 done(rustix::fs::setxattr(old, ACL_NAME, &ACL, XattrFlags::empty()))
             })
         };
         "remove an ACL" => |dir| {
             each_old(dir, |old| {
-                std::fs::write(old, b"old").unwrap();
-                rustix::fs::setxattr(old, ACL_NAME, &ACL, XattrFlags::empty()).unwrap();
+                std::fs::write(old, b"old")?;
+                done(rustix::fs::setxattr(old, ACL_NAME, &ACL, XattrFlags::empty()))
             }, |old| done(rustix::fs::removexattr(old, ACL_NAME)))
         };
         "file flags" => |dir| {

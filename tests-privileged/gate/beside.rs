@@ -1,0 +1,244 @@
+//! A gated overlay beside others: it behaves as one without the gate, costs about as much, and what
+//! becomes of its device number is nobody's business.
+
+use std::fs::File;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use overfence::kernel::gate::Gate;
+use overfence::kernel::overlay::{self, Spec};
+use overfence::model::ids::SessionId;
+use overfence::model::time::BootNs;
+
+use super::{LEASE, Scene, write};
+use crate::host::{Place, rounds};
+use crate::round_trip::{Random, act, done, shows};
+
+/// An overlay that the gate does not know, on the same file system.
+struct Bare(Spec);
+
+impl Bare {
+    fn new(dir: &Path) -> Self {
+        let make = |name: &str| {
+            let path = dir.join(name);
+            std::fs::create_dir_all(&path).unwrap();
+            path
+        };
+        let spec = Spec {
+            lowers: vec![make("lower")],
+            upper: make("upper"),
+            work: make("work"),
+            target: make("merged"),
+            mapped: None,
+        };
+        std::fs::write(spec.lowers[0].join("lower-file"), b"lower").unwrap();
+        drop(overlay::mount(&spec).unwrap());
+        Self(spec)
+    }
+}
+
+impl Drop for Bare {
+    fn drop(&mut self) {
+        let _ = overlay::unmount(&self.0.target);
+    }
+}
+
+/// The same operations, drawn by lot, through a gated overlay and one without a gate: the same answers,
+/// the same tree.
+pub fn same(place: &Place) {
+    const SEED: u64 = 20_261_201;
+    const STEPS: usize = 2_000;
+    let gated = Scene::new(place);
+    gated.open();
+    let bare = Bare::new(&place.dir.join("bare"));
+    let (mut did, mut refused) = (0, 0);
+    for seed in SEED..SEED + rounds(4) {
+        let mut random = Random(seed);
+        for step in 0..STEPS {
+            let act = act(&mut random);
+            let (one, other) = (done(gated.merged(), &act), done(&bare.0.target, &act));
+            assert_eq!(one, other, "seed {seed}, step {step}: {act:?}");
+            did += u64::from(one);
+            refused += u64::from(!one);
+        }
+        assert_eq!(shows(gated.merged()), shows(&bare.0.target), "seed {seed}");
+    }
+    println!("{did} operations done, {refused} not possible, in both");
+    assert!(did > 1_000 && refused > 100);
+    // And it was the gate that was asked: shut, it does none of them.
+    gated.shut();
+    let before = shows(gated.merged());
+    let mut random = Random(SEED);
+    for step in 0..STEPS {
+        let act = act(&mut random);
+        assert!(!done(gated.merged(), &act), "step {step}: {act:?} was done after the deadline");
+    }
+    assert_eq!(shows(gated.merged()), before);
+}
+
+/// Overlays come and go, and each takes the device number that another left: one under a good lease is
+/// never refused, one without never accepted, one that the gate does not know never asked.
+pub fn raced(place: &Place) {
+    let gate = Gate::raise().unwrap();
+    let over = AtomicBool::new(false);
+    let spec = |dir: PathBuf| {
+        let make = |name: &str| {
+            let path = dir.join(name);
+            std::fs::create_dir_all(&path).unwrap();
+            path
+        };
+        Spec {
+            lowers: vec![make("lower")],
+            upper: make("upper"),
+            work: make("work"),
+            target: make("merged"),
+            mapped: None,
+        }
+    };
+    // In the order in which they come: open, shut, unknown to the gate.
+    let life = |who: usize, n: u64| {
+        let dir = place.dir.join(format!("{who}-{n}"));
+        let spec = spec(dir.clone());
+        let mut entry = None;
+        let mounted = match who {
+            2 => overlay::mount(&spec).unwrap(),
+            _ => overlay::mount_with(&spec, |root| {
+                let made = gate.enter(root, SessionId::fresh(), LEASE).unwrap();
+                if who == 0 {
+                    made.open(LEASE, BootNs(u64::MAX));
+                }
+                entry = Some(made);
+            })
+            .unwrap(),
+        };
+        let device = mounted.s_dev;
+        for _ in 0..20 {
+            let made = File::create(spec.target.join("file"));
+            let wrote = made.as_ref().is_ok_and(|file| write(file) == Ok(1));
+            assert_eq!(wrote, who != 1, "{who}, round {n}: {made:?}");
+        }
+        drop(mounted);
+        overlay::unmount(&spec.target).unwrap();
+        // Its entry is left for a moment: whoever gets the number meanwhile is not meant by it.
+        std::thread::yield_now();
+        if let Some(entry) = entry {
+            gate.leave(&entry).unwrap();
+        }
+        std::fs::remove_dir_all(dir).unwrap();
+        device
+    };
+    let lives = rounds(150);
+    let seen: Vec<Vec<u64>> = std::thread::scope(|scope| {
+        let (life, over) = (&life, &over);
+        let all: Vec<_> = (0..3)
+            .map(|who| {
+                scope.spawn(move || {
+                    let mut devices = Vec::new();
+                    let mut n = 0;
+                    // All go on until the last is through, so that none races alone.
+                    while n < lives || !over.load(Ordering::SeqCst) {
+                        devices.push(life(who, n));
+                        n += 1;
+                        if n == lives && who == 1 {
+                            over.store(true, Ordering::SeqCst);
+                        }
+                    }
+                    devices
+                })
+            })
+            .collect();
+        all.into_iter().map(|one| one.join().unwrap()).collect()
+    });
+    let shared = |a: usize, b: usize| seen[a].iter().filter(|d| seen[b].contains(d)).count();
+    let (to_open, to_unknown) = (shared(0, 1), shared(2, 1));
+    println!(
+        "{lives} lives each; numbers of shut ones used by open ones {to_open} times, by \
+              unknown ones {to_unknown} times"
+    );
+    assert!(to_open > 0 && to_unknown > 0, "no number was used again");
+}
+
+/// One kind of work on an overlay, and how long it took.
+type Work = fn(&Path, &Path) -> Duration;
+
+fn appends(top: &Path, _: &Path) -> Duration {
+    let mut file = File::options().append(true).create(true).open(top.join("appends")).unwrap();
+    let block = [7; 4096];
+    let begun = Instant::now();
+    for _ in 0..2_000 {
+        file.write_all(&block).unwrap();
+    }
+    let took = begun.elapsed();
+    file.set_len(0).unwrap();
+    took
+}
+
+fn untar(top: &Path, archive: &Path) -> Duration {
+    let to = top.join("tree");
+    std::fs::create_dir(&to).unwrap();
+    let begun = Instant::now();
+    let done = Command::new("tar").arg("-xf").arg(archive).arg("-C").arg(&to).status();
+    let took = begun.elapsed();
+    assert!(done.unwrap().success());
+    std::fs::remove_dir_all(&to).unwrap();
+    took
+}
+
+/// What `git status` asks: the state of each file.
+fn status(top: &Path, _: &Path) -> Duration {
+    let begun = Instant::now();
+    for _ in 0..4 {
+        for n in 0..500 {
+            top.join("status").join(n.to_string()).symlink_metadata().unwrap();
+        }
+    }
+    begun.elapsed()
+}
+
+/// The same work, turn and turn about, on a gated overlay and on one without: the medians' ratio. It
+/// is told and, but for what would be a fault, not judged: that is for a quiet machine.
+pub fn cost(place: &Place) {
+    let gated = Scene::new(place);
+    gated.open();
+    let bare = Bare::new(&place.dir.join("bare"));
+    let source = place.dir.join("source");
+    std::fs::create_dir(&source).unwrap();
+    let tops = [gated.merged(), bare.0.target.as_path()];
+    for n in 0..500 {
+        std::fs::write(source.join(n.to_string()), vec![b'x'; 2048]).unwrap();
+    }
+    for top in tops {
+        let to = top.join("status");
+        assert!(Command::new("cp").arg("-r").args([&source, &to]).status().unwrap().success());
+    }
+    let archive = place.dir.join("archive.tar");
+    let made =
+        Command::new("tar").arg("-cf").arg(&archive).arg("-C").arg(&source).arg(".").status();
+    assert!(made.unwrap().success());
+    let emulated = crate::host::paced(Duration::from_secs(1)) > Duration::from_secs(1);
+    let label = if emulated { " (emulated: the ratio only)" } else { "" };
+    let all: [(&str, Work); 3] =
+        [("appends of 4 KiB", appends), ("untar", untar), ("the state of each file", status)];
+    for (what, work) in all {
+        let mut took = [vec![], vec![]];
+        for round in 0..11 {
+            for turn in [round % 2, 1 - round % 2] {
+                took[turn].push(work(tops[turn], &archive));
+            }
+        }
+        let [with, without] = took.map(|mut all: Vec<Duration>| {
+            all.sort();
+            all[all.len() / 2]
+        });
+        let ratio = with.as_secs_f64() / without.as_secs_f64();
+        println!("{what}: {ratio:.3} times as long behind the gate{label}");
+        if !emulated && what.starts_with("appends") {
+            let ns = (with.as_nanos() as f64 - without.as_nanos() as f64) / 2_000.0;
+            println!("{what}: {ns:.0} ns more each");
+        }
+        assert!(ratio < 2.0, "{what}: {with:?} and {without:?}");
+    }
+}

@@ -307,8 +307,9 @@ fn fenced(place: &Place) {
     // Held busy by the outsider's descriptor: not read-only, so that the gate alone refuses.
     host.must(&["fence", &id, "--reason", "test"]);
     assert_eq!(write(&file), Err(Errno::ROFS));
-    let view = host.until(&id, |v| has(v, "gated") && has(v, "frozen"));
-    assert!(!has(&view, "read-only"), "{view:#}");
+    // Once read-only was answered, too: before, something is under way.
+    let view = host.until(&id, |v| v["state"] == "PRESERVED");
+    assert!(has(&view, "gated") && has(&view, "frozen") && !has(&view, "read-only"), "{view:#}");
     host.must(&["readmit", &id, "--authorised-by", "op", "--reason", "test"]);
     assert_eq!(write(&file), Ok(1), "readmitted");
     let view = host.until(&id, |v| v["state"] == "ACTIVE" && v["work"].is_null());

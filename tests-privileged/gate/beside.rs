@@ -15,7 +15,7 @@ use overfence::model::time::BootNs;
 
 use super::{LEASE, Scene, write};
 use crate::host::{Place, rounds};
-use crate::round_trip::{Random, act, done, shows};
+use crate::round_trip::{Act, Random, act, done, shows};
 
 /// An overlay that the gate does not know, on the same file system.
 struct Bare(Spec);
@@ -74,7 +74,10 @@ pub fn same(place: &Place) {
     let mut random = Random(SEED);
     for step in 0..STEPS {
         let act = act(&mut random);
-        assert!(!done(gated.merged(), &act), "step {step}: {act:?} was done after the deadline");
+        // From one name of a file to another of its own is nothing to do.
+        let nothing = matches!(act, Act::Rename(..));
+        let done = done(gated.merged(), &act);
+        assert!(nothing || !done, "step {step}: {act:?} was done after the deadline");
     }
     assert_eq!(shows(gated.merged()), before);
 }

@@ -619,7 +619,7 @@ fn kept_by_nobody(place: &Place) {
         assert!(host.start(None));
         let terms: Vec<_> = (0..SESSIONS)
             .map(|n| {
-                let opened = host.open(&format!("w{round}-{n}"), &paced_ttl(4));
+                let opened = host.open(&format!("w{round}-{n}"), &paced_ttl(6));
                 let term = stamps::Term::default();
                 let deadline = deadline_of(&host, &id_of(&opened)).0;
                 term.deadline.store(deadline, Ordering::SeqCst);
@@ -631,25 +631,29 @@ fn kept_by_nobody(place: &Place) {
             })
             .collect();
         let starved = round % 3 == 2;
-        match round % 3 {
-            0 => host.stop(),
-            1 => host.signal(nix::sys::signal::Signal::SIGSTOP),
-            _ => host.pids().into_iter().for_each(starve),
-        }
-        let last = terms.iter().map(|(term, _)| term.deadline.load(Ordering::SeqCst)).max();
-        let last = BootNs(last.unwrap());
-        assert!(clock::now() < last, "all of it took too long");
+        let deadlines = terms.iter().map(|(term, _)| BootNs(term.deadline.load(Ordering::SeqCst)));
+        let (first, last) = (deadlines.clone().min().unwrap(), deadlines.max().unwrap());
+        let begun = Barrier::new(SESSIONS * EACH + 1);
         std::thread::scope(|scope| {
-            let all = terms.iter().flat_map(|term| (0..EACH).map(move |n| (term, n)));
+            let (begun, all) = (&begun, terms.iter().flat_map(|t| (0..EACH).map(move |n| (t, n))));
             let writers: Vec<_> = all
                 .enumerate()
                 .map(|(k, ((term, merged), n))| {
                     let way = &ways[(round * SESSIONS * EACH + k) % ways.len()];
                     scope.spawn(move || {
-                        stamps::call_on(term, way.begin(&merged.join(n.to_string())))
+                        let call = way.begin(&merged.join(n.to_string()));
+                        begun.wait();
+                        stamps::call_on(term, call)
                     })
                 })
                 .collect();
+            begun.wait();
+            match round % 3 {
+                0 => host.stop(),
+                1 => host.signal(nix::sys::signal::Signal::SIGSTOP),
+                _ => host.pids().into_iter().for_each(starve),
+            }
+            assert!(clock::now() < first, "all of it took too long");
             for _ in 0..if starved { 2 * EACH } else { 0 } {
                 scope.spawn(|| {
                     while !terms[0].0.over.load(Ordering::SeqCst) {

@@ -282,6 +282,8 @@ fn adopted(place: &Place) {
     assert!(host.start(None));
     let (id, merged, file) = session(&host, &paced_ttl(8));
     let first = deadline_of(&host, &id);
+    let over = Arc::new(AtomicBool::new(false));
+    let busy = hammer(file.try_clone().unwrap(), Arc::clone(&over));
     // A renewal moves the deadline, also of an agent that was not there when it was entered.
     for n in 0..3 {
         host.kill_agent();
@@ -295,6 +297,10 @@ fn adopted(place: &Place) {
         assert_eq!(write(&file), Ok(1), "refused under a good lease");
     }
     std::fs::write(merged.join("after"), b"x").unwrap();
+    over.store(true, Ordering::SeqCst);
+    let (accepted, refused) = busy.join().unwrap();
+    println!("{accepted} writes accepted over three restarts");
+    assert!(accepted > 100 && refused == 0, "{refused} refused under a good lease");
     let view = host.must(&["session", "inspect", &id]);
     assert_eq!(gate_of(&view), ("complete", false), "{view:#}");
     assert!(view["gate"]["refused"]["write"].is_null(), "{view:#}");
@@ -566,6 +572,7 @@ fn runs_on(place: &Place) {
     let view = host.must(&["session", "inspect", &id]);
     host.must(&["lease", "revoke", view["lease"].as_str().unwrap(), "--reason", "test"]);
     host.until(&id, |v| v["runs_on"] == true);
+    after("read");
     host.kill_agent();
     let now = after("read");
     assert!(!now.contains("wrote"), "{now}");

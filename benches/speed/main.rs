@@ -17,6 +17,7 @@
 #[allow(dead_code)]
 #[path = "../../tests-privileged/agent_process.rs"]
 mod agent_process;
+mod content;
 mod dirty;
 mod engines;
 mod fence;
@@ -34,11 +35,12 @@ use host::Place;
 /// A part: its name, and what it does.
 type Part = (&'static str, fn(&Place));
 
-const PARTS: [Part; 7] = [
+const PARTS: [Part; 8] = [
     ("fence", fence::run),
     ("open", open::run),
     ("workload", workload::run),
     ("fleet", fleet::run),
+    ("content", content::run),
     ("dirty", dirty::run),
     ("keeper", keeper::run),
     ("peers", peers::run),

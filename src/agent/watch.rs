@@ -10,7 +10,7 @@ use super::pulse::Part;
 use super::slot::Slot;
 use crate::kernel::rivals::Scope;
 use crate::kernel::{clock, mountinfo};
-use crate::model::facts::Fact;
+use crate::model::facts::{Fact, Proof};
 use crate::model::session::{Stage, State, Work};
 use crate::model::step::Event;
 
@@ -62,6 +62,11 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
         | State::Quarantined => false,
     };
     let fenced = !s.holds_lease();
+    if s.may_run_on() && !s.facts.has(Fact::Frozen) {
+        drop(inner);
+        stopped_again(host, slot);
+        return;
+    }
     let Some(cgroup) = inner.cgroup.clone().filter(|_| expected) else {
         drop(inner);
         keep::gather(host, slot);
@@ -94,6 +99,29 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
         }
     };
     host.apply(slot, Event::ForeignThaw { seen }, "foreign");
+}
+
+/// Who runs on behind the gate may be frozen by a keeper that was in the middle of a pass as its entry
+/// was taken away. That is as true as any freeze, and what follows it follows. Of a freeze without a
+/// stamp of ours nothing follows: it is somebody else's to end.
+fn stopped_again(host: &Arc<Host>, slot: &Arc<Slot>) {
+    let (cgroup, generation) = {
+        let inner = slot.lock();
+        (inner.cgroup.clone(), inner.session.generation)
+    };
+    let Some(cgroup) = cgroup else { return };
+    let read = cgroup.state().and_then(|state| Ok((state, cgroup.read_stamp()?)));
+    match read {
+        Ok((state, Some(stamp))) if state.is_frozen() && stamp.generation == generation => {
+            let (asked, answer) = ("cgroup.freeze".to_owned(), state.to_string());
+            let proof = Proof { asked, answer, at: clock::now(), took_us: 0 };
+            host.apply(slot, Event::Frozen { proof }, "keeper");
+        }
+        Ok(_) => {}
+        Err(fault) => {
+            tracing::warn!(OVERFENCE_SESSION = %slot.id, "{}", super::effects::text(fault));
+        }
+    }
 }
 
 /// Somebody removed a stopped session's cgroup, and perhaps made another one: who was in it is taken

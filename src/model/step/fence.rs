@@ -90,7 +90,7 @@ pub(super) fn on_frozen(s: &mut Session, proof: &Proof) -> Step {
             s.facts.prove(Fact::Frozen, proof.clone());
             s.blockers.clear();
             if s.facts.has(Fact::ReadOnly) || s.fence.to == Fact::Frozen {
-                Step::note()
+                Step::go(run_on(s))
             } else {
                 Step::go([Effect::ReadOnly])
             }

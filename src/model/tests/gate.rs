@@ -77,6 +77,9 @@ fn who_is_gated_alone_runs_on_by_policy() {
     then(&mut s, Event::ReadOnly { proof: proof(6), empty: false }, &[]);
     then(&mut s, tick(60), &[]);
     assert!(s.may_run_on());
+    // A keeper was late, or an agent started.
+    then(&mut s, frozen(), &[Effect::RunOn]);
+    then(&mut s, runs(), &[]);
 
     for (on_fence, alone) in [(OnFence::ReadOnlyRun, false), (OnFence::Freeze, true)] {
         let mut s = active(on_fence, OnBusy::Hold);

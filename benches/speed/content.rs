@@ -1,0 +1,263 @@
+//! Content: what a commit costs beside a bare transaction, and captures, exports and removals beside
+//! the tools that people use for that, on the same trees in the same run.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use overfence::authority::{Authority as _, NewWorkspace, SqliteAuthority, no_rider};
+use overfence::kernel::clock;
+use overfence::model::head::Digest;
+use overfence::model::ids::{HostId, LeaseId, PublicationKey, SessionId};
+use overfence::model::lease::HolderKind;
+use overfence::model::time::BootInstant;
+use overfence::model::view::{Checkpointed, Exported, Fenced, SessionView};
+use overfence::model::workspace::{Acquire, Publish};
+use overfence::store::{Paths, Store};
+use serde_json::json;
+
+use crate::figures::{Samples, heading, ratio, text};
+use crate::host::Place;
+use crate::rig::Rig;
+
+const LONG: Duration = Duration::from_secs(24 * 3600);
+const COMMITS: usize = 200;
+const SMALL: usize = 100_000;
+const LARGE: u64 = 4 << 30;
+const MANY: usize = 1_000_000;
+const A_DIRECTORY: usize = 1_000;
+
+pub fn run(place: &Place) {
+    commit(&place.dir.join("commit"));
+    let rig = Rig::named(place, "h");
+    heading(&format!("{SMALL} files of 1 KiB"));
+    carried(&rig, place, "small", |top| files(top, SMALL, 1024));
+    heading("one file of 4 GiB");
+    carried(&rig, place, "large", large);
+    heading(&format!("removal of {MANY} empty files"));
+    removed(&rig, place);
+}
+
+/// A conditional commit, and a bare transaction of one row in a database as durable.
+fn commit(dir: &Path) {
+    heading("a conditional commit");
+    fs::create_dir(dir).unwrap();
+    let boot = clock::boot_id().unwrap();
+    let now: overfence::store::Clock =
+        std::sync::Arc::new(move || BootInstant { boot, ns: clock::now() });
+    let store = std::sync::Arc::new(Store::open(&Paths::under(&dir.join("store")), now).unwrap());
+    let authority = SqliteAuthority::new(store);
+    let id: overfence::model::ids::WorkspaceId = "w".parse().unwrap();
+    let new = NewWorkspace {
+        id: id.clone(),
+        owner: "ann".parse().unwrap(),
+        contact: String::new(),
+        labels: BTreeMap::new(),
+        layers: vec![],
+    };
+    authority.create(&new, no_rider()).unwrap().unwrap();
+    let wish = Acquire {
+        workspace: id.clone(),
+        lease: LeaseId::fresh(),
+        owner: "ann".parse().unwrap(),
+        host: HostId::from_u128(1),
+        session: SessionId::fresh(),
+        holder: HolderKind::Beat,
+        ttl: LONG,
+        max_lifetime: LONG,
+        force: None,
+        only_at: None,
+        seen: Default::default(),
+    };
+    let acquired = authority.acquire(&wish, no_rider()).unwrap().unwrap();
+    let bare = rusqlite::Connection::open(dir.join("bare.db")).unwrap();
+    bare.pragma_update(None, "journal_mode", "WAL").unwrap();
+    bare.pragma_update(None, "synchronous", "FULL").unwrap();
+    bare.execute_batch("CREATE TABLE t (k INTEGER PRIMARY KEY, v BLOB)").unwrap();
+    let (mut at, mut ours, mut theirs) = (acquired.at, vec![], vec![]);
+    for n in 0..COMMITS {
+        let wish = Publish {
+            workspace: id.clone(),
+            lease: acquired.lease.id,
+            generation: acquired.lease.generation,
+            session: acquired.lease.session,
+            expected: at,
+            key: PublicationKey::fresh(),
+            // The same few, as a session replaces its own.
+            layer: Digest([u8::try_from(n % 200).unwrap(); 32]),
+            whole: None,
+        };
+        let begun = Instant::now();
+        at = authority.publish(&wish, no_rider()).unwrap().unwrap();
+        ours.push(begun.elapsed());
+        let begun = Instant::now();
+        bare.execute("INSERT INTO t (v) VALUES (zeroblob(1000))", []).unwrap();
+        theirs.push(begun.elapsed());
+    }
+    let (ours, theirs) = (Samples::new(ours), Samples::new(theirs));
+    ours.line("a publication at the authority");
+    theirs.line("one row of 1,000 bytes, as durable");
+    println!("  {:.2} x the bare transaction's median", ratio(ours.p(50), theirs.p(50)));
+}
+
+fn files(top: &Path, count: usize, size: usize) {
+    let bytes: Vec<u8> = (0..size).map(|i| (i * 31 % 251) as u8).collect();
+    for n in 0..count {
+        let dir = top.join(format!("d{}", n / A_DIRECTORY));
+        if n % A_DIRECTORY == 0 {
+            fs::create_dir(&dir).unwrap();
+        }
+        let mut file = File::create(dir.join(format!("f{n}"))).unwrap();
+        if size > 0 {
+            file.write_all(&bytes).unwrap();
+            // No two of them are the same.
+            file.write_all_at(&n.to_ne_bytes(), 0).unwrap();
+        }
+    }
+}
+
+/// Half of each MiB is random, the other half is easy.
+fn large(top: &Path) {
+    let mut block = vec![0; 1 << 20];
+    rustix::rand::getrandom(&mut block[..1 << 19], rustix::rand::GetRandomFlags::empty()).unwrap();
+    let mut file = File::create(top.join("large")).unwrap();
+    for n in 0..LARGE >> 20 {
+        block[..8].copy_from_slice(&n.to_ne_bytes());
+        block[..1 << 19].rotate_left(17);
+        file.write_all(&block).unwrap();
+    }
+}
+
+/// The most memory that the agent had since it was last asked, bytes.
+fn peak(rig: &Rig) -> u64 {
+    let (pid, key) = (rig.host.agent_pid(), "VmHWM:");
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with(key)).unwrap();
+    // Its next peak counts from here.
+    fs::write(format!("/proc/{pid}/clear_refs"), "5").unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
+
+fn timed<T>(what: impl FnOnce() -> T) -> (T, Duration) {
+    let begun = Instant::now();
+    let answer = what();
+    (answer, begun.elapsed())
+}
+
+/// What is usual: an archive of the tree, compressed by all processors, on the disk.
+fn tar(upper: &Path, to: &Path) -> Duration {
+    let script = "tar -C \"$1\" -cf - . | zstd -q -T0 -o \"$2\" && sync \"$2\"";
+    let (done, took) =
+        timed(|| Command::new("sh").args(["-c", script, "sh"]).args([upper, to]).status());
+    assert!(done.unwrap().success(), "tar and zstd are needed");
+    fs::remove_file(to).unwrap();
+    took
+}
+
+/// A tree that is published, and exported once its session is fenced.
+fn carried(rig: &Rig, place: &Place, name: &str, make: impl FnOnce(&Path)) {
+    let opened = rig.open(name, LONG, None);
+    let id = &opened.session.id;
+    make(&opened.session.merged.path().unwrap());
+    let upper = opened.session.upper.path().unwrap();
+    rustix::fs::sync();
+    // Whoever reads it first fills the cache for the others.
+    let archive = place.dir.join("archive.tar.zst");
+    tar(&upper, &archive);
+    peak(rig);
+    let (done, capture) = timed(|| rig.post::<Checkpointed>(id, "checkpoint", &json!({})));
+    let frozen = Duration::from_millis(done.frozen_ms);
+    let memory = peak(rig) >> 20;
+    let usual = tar(&upper, &archive);
+    println!(
+        "  checkpoint {}, {:.2} x `tar | zstd -T0` ({}); frozen {}; the agent had {memory} MiB",
+        text(capture),
+        ratio(capture, usual),
+        text(usual),
+        text(frozen)
+    );
+    let _: Fenced =
+        rig.post(id, "fence", &json!({ "to": "read-only", "wait_ms": 60_000, "reason": "bench" }));
+    let (made, export) = timed(|| rig.post::<Exported>(id, "export", &json!({})));
+    let memory = peak(rig) >> 20;
+    let usual = tar(&upper, &archive);
+    println!(
+        "  export, read back and verified, {}, {:.2} x `tar | zstd -T0` ({}); the agent had {memory} MiB",
+        text(export),
+        ratio(export, usual),
+        text(usual)
+    );
+    fs::remove_dir_all(made.path.path().unwrap()).unwrap();
+    let _: SessionView = rig.post(id, "discard", &json!({}));
+    wait_gone(rig, id);
+}
+
+fn wait_gone(rig: &Rig, id: &str) {
+    while rig.session(id).state != "CLOSED" {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Two trees alike, one in a session's upper, and the disk of a session that runs beside.
+fn removed(rig: &Rig, place: &Place) {
+    let opened = rig.open("many", LONG, None);
+    let id = &opened.session.id;
+    let plain = place.dir.join("plain");
+    fs::create_dir(&plain).unwrap();
+    files(&opened.session.merged.path().unwrap(), MANY, 0);
+    files(&plain, MANY, 0);
+    rustix::fs::sync();
+    let beside = rig.open("beside", LONG, None).session.merged.path().unwrap();
+    let alone = disk_of(&beside, || std::thread::sleep(Duration::from_secs(5)));
+    let _: Fenced =
+        rig.post(id, "fence", &json!({ "to": "killed", "wait_ms": 60_000, "reason": "bench" }));
+    peak(rig);
+    let mut took = Duration::ZERO;
+    let during = disk_of(&beside, || {
+        let (_, gone) = timed(|| {
+            let _: SessionView = rig.post(id, "discard", &json!({}));
+            wait_gone(rig, id);
+        });
+        took = gone;
+    });
+    let memory = peak(rig) >> 20;
+    let (done, usual) = timed(|| Command::new("rm").arg("-rf").arg(&plain).status());
+    assert!(done.unwrap().success());
+    println!(
+        "  discard to CLOSED {}, {:.2} x `rm -rf` ({}); the agent had {memory} MiB",
+        text(took),
+        ratio(took, usual),
+        text(usual)
+    );
+    alone.line("4 KiB written and synced in another session, alone");
+    during.line("the same, during the removal");
+    println!("  {:.2} x the median alone", ratio(during.p(50), alone.p(50)));
+}
+
+/// Writes that a running session waits for, for as long as something else goes on.
+fn disk_of(merged: &Path, meanwhile: impl FnOnce()) -> Samples {
+    let over = AtomicBool::new(false);
+    let path: PathBuf = merged.join("synced");
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let file = File::create(&path).unwrap();
+            let mut all = Vec::new();
+            while !over.load(Ordering::Relaxed) || all.is_empty() {
+                let begun = Instant::now();
+                file.write_all_at(&[7; 4096], 0).unwrap();
+                file.sync_data().unwrap();
+                all.push(begun.elapsed());
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            all
+        });
+        meanwhile();
+        over.store(true, Ordering::Relaxed);
+        Samples::new(writer.join().unwrap())
+    })
+}

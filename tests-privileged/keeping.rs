@@ -13,6 +13,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "gc_says_what_goes_and_what_stays_and_why", run: says },
         Test { name: "orphans_both_ways_are_found_and_kept", run: orphans },
         Test { name: "a_deletion_is_announced_before_it_comes", run: announced },
+        Test { name: "a_shorter_grace_is_for_who_is_opened_after_it", run: shorter },
         Test { name: "an_export_cut_off_leaves_no_bundle_and_is_done_again", run: cut_off },
     ]
 }
@@ -134,6 +135,21 @@ fn announced(place: &Place) {
     gone(&upper);
     let told = ahead(&host, &id);
     assert_eq!(told.len(), 1, "said once: {told:#?}");
+}
+
+fn shorter(place: &Place) {
+    let mut host = started(place, "");
+    let before = kept(&host, "before");
+    let old = host.dir.join("state/sessions").join(&before).join("upper/f");
+    host.kill_agent();
+    let text = std::fs::read_to_string(&host.config).unwrap();
+    let shorter = "[preserve]\ngrace = \"2s\"\nmin_notice = \"1s\"\nsweep = \"1s\"\n";
+    std::fs::write(&host.config, format!("{text}{shorter}")).unwrap();
+    assert!(host.start(None), "{}", host.log());
+    let after = kept(&host, "after");
+    gone(&host.dir.join("state/sessions").join(&after).join("upper/f"));
+    assert_eq!(host.must(&["session", "inspect", &before])["state"], "PRESERVED");
+    assert_eq!(std::fs::read_to_string(old).unwrap(), "precious");
 }
 
 fn gone(path: &Path) {

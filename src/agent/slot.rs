@@ -195,10 +195,10 @@ impl Inner {
             State::Fenced | State::Preserved => {
                 let killed = s.facts.has(Fact::Killed);
                 let stopped = killed || (s.is_stopped() && s.fence.to < Fact::Killed);
-                let runs_on = !(s.may_run_on() && s.facts.has(Fact::Frozen));
+                let stands = s.may_run_on() && s.facts.has(Fact::Frozen);
                 let sealed = s.fence.to != Fact::Sealed || s.facts.has(Fact::Sealed);
                 let read_only = s.facts.has(Fact::ReadOnly) && s.fence.to != Fact::Gone;
-                let proved = s.facts.has(Fact::Gone) || (stopped && read_only && sealed && runs_on);
+                let proved = s.facts.has(Fact::Gone) || (stopped && read_only && sealed && !stands);
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }
             State::Active => {

@@ -184,13 +184,20 @@ fn generations(place: &Place) {
     assert!(File::open(scene.merged().join("file")).is_ok());
     assert!(std::fs::write(place.dir.join("elsewhere"), b"x").is_ok());
     assert!(std::fs::write(scene.spec.upper.join("below"), b"x").is_ok(), "the agent's own");
-    // Another overlay that gets the number of a dead one is not meant by its entry.
+    // Another overlay that gets the number of a dead one, and has the same root, is not meant by its
+    // entry.
     drop(file);
     let entry = scene.entry.take().unwrap();
-    let dev = scene.mounted.as_ref().unwrap().s_dev;
+    let (dev, root) = (scene.mounted.as_ref().unwrap().s_dev, scene.spec.clone());
     let mut others = vec![];
     drop(scene);
     let reused = (0..64).any(|n| {
+        let mounted = overlay::mount(&root).unwrap();
+        std::fs::write(root.target.join("file"), b"x").unwrap();
+        let same = mounted.s_dev == dev;
+        drop(mounted);
+        overlay::unmount(&root.target).unwrap();
+        // It takes the number that was given instead.
         let make = |name: &str| {
             let path = place.dir.join(format!("other-{n}")).join(name);
             std::fs::create_dir_all(&path).unwrap();
@@ -203,10 +210,7 @@ fn generations(place: &Place) {
             target: make("merged"),
             mapped: None,
         };
-        let mounted = overlay::mount(&spec).unwrap();
-        std::fs::write(spec.target.join("file"), b"x").unwrap();
-        let same = mounted.s_dev == dev;
-        others.push((mounted, spec));
+        others.push((overlay::mount(&spec).unwrap(), spec));
         same
     });
     assert!(reused, "no other overlay got device {dev}");
@@ -393,7 +397,7 @@ fn upgraded(place: &Place) {
     let over = Arc::new(AtomicBool::new(false));
     let [goes, stops] = [goes, stops].map(|file| hammer(file, Arc::clone(&over)));
     let sets = || {
-        let all = std::fs::read_dir(pins.join("layout-1")).unwrap().map(|e| e.unwrap().path());
+        let all = std::fs::read_dir(pins.join("layout-2")).unwrap().map(|e| e.unwrap().path());
         all.filter(|path| path.is_dir()).collect::<Vec<_>>()
     };
     for round in 0..2 {

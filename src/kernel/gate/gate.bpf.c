@@ -67,16 +67,20 @@ enum op { WRITE, OPEN, NAMES, ATTRIBUTES, XATTR, ACL, FLAGS, MAPPING, OPS };
 // An entry's wishes.
 enum { DENY_SHARED = 1 };
 
+// A superblock that nobody has.
+enum { DEAD = 1 };
+
 struct entry {
     u64 deadline;    // nanoseconds on CLOCK_BOOTTIME; refused from then on
     u64 generation;  // of the session's lease
     u64 newest;      // the newest generation known; above `generation` it is superseded
-    u64 root_ino;    // of the overlay's root: a device number alone is used again
+    u64 root_ino;    // of the overlay's root
     u32 dev;         // as the kernel counts it; 0 in a free entry
     u32 wishes;
     u32 shared;      // a writable shared mapping was made: it stays 1
     u32 told;        // when a refusal was told last, in units of TELL
     u64 session[2];
+    u64 superblock;  // the overlay's, once a call met it; DEAD after its death
     u64 refused[OPS];
 };
 
@@ -132,7 +136,12 @@ INLINE struct entry *entry_of(struct super_block *sb)
     struct entry *entry = bpf_map_lookup_elem(&entries, &at);
     if (!entry || entry->root_ino != sb->s_root->d_inode->i_ino)
         return 0;
-    return entry;
+    // Device and inode numbers are used again, and an entry may outlive its overlay. The first call
+    // that meets it is the probe of who entered it, while the overlay lives.
+    u64 own = (u64)sb;
+    if (!entry->superblock)
+        entry->superblock = own;
+    return entry->superblock == own ? entry : 0;
 }
 
 INLINE int over(struct entry *entry)
@@ -296,6 +305,23 @@ HOOK(mmap_file, mmap_file)
     // Noted before it is decided: who reads the note after the deadline misses none.
     *(volatile u32 *)&entry->shared = 1;
     return over(entry) ? refuse(entry, file->f_inode, MAPPING) : 0;
+}
+
+// A superblock dies, and its address will be another one's.
+HOOK(sb_free_security, sb_free_security)
+{
+    struct super_block *sb = (void *)args[0];
+    if (sb->s_magic != OVERLAY)
+        return 0;
+    u32 dev = sb->s_dev;
+    u32 *found = bpf_map_lookup_elem(&devices, &dev);
+    if (!found)
+        return 0;
+    u32 at = *found;
+    struct entry *entry = bpf_map_lookup_elem(&entries, &at);
+    if (entry && entry->superblock == (u64)sb)
+        entry->superblock = DEAD;
+    return 0;
 }
 
 // GPL-compatible, as the kernel demands of every LSM program; no helper here is for GPL alone.

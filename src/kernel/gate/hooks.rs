@@ -69,7 +69,7 @@ const fn newer(row: Row, name: &'static str, argument: (usize, &'static str)) ->
     Hook { row, program: name, hook: name, argument, optional: true }
 }
 
-const HOOKS: [Hook; 13] = [
+const HOOKS: [Hook; 14] = [
     hook(Row::Write, "file_permission", (0, "file")),
     hook(Row::Open, "file_open", (0, "file")),
     hook(Row::Names, "inode_permission", (0, "inode")),
@@ -98,6 +98,8 @@ const HOOKS: [Hook; 13] = [
     // With file_setattr(2), 6.17.
     newer(Row::Flags, "inode_file_setattr", (0, "dentry")),
     hook(Row::Mapping, "mmap_file", (0, "file")),
+    // Refuses nothing: it tells that an entry's overlay died.
+    newer(Row::Names, "sb_free_security", (0, "sb")),
 ];
 
 /// What is to be attached, and what cannot be.

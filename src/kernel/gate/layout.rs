@@ -10,7 +10,7 @@ use super::hooks::Row;
 use crate::model::ids::SessionId;
 
 /// The layout of the maps and of their names below bpffs.
-pub(super) const LAYOUT: u32 = 1;
+pub(super) const LAYOUT: u32 = 2;
 /// Entries; the first is the header.
 pub(super) const ENTRIES: u32 = 16384;
 const MAGIC: u64 = u64::from_le_bytes(*b"ovf-gate");
@@ -18,6 +18,9 @@ const SIZE: usize = ENTRIES as usize * size_of::<Raw>();
 
 /// A wish: no writable shared mapping, whatever the lease says.
 pub(super) const DENY_SHARED: u32 = 1;
+
+/// A superblock that nobody has.
+const DEAD: u64 = 1;
 
 /// One session's entry.
 #[repr(C)]
@@ -35,15 +38,22 @@ pub(super) struct Raw {
     /// When a refusal was told last, as the programs count.
     told: AtomicU32,
     session: [AtomicU64; 2],
+    /// The overlay's, as the programs met it; [`DEAD`] after its death.
+    superblock: AtomicU64,
     /// By [`Row`].
     pub refused: [AtomicU64; Row::ALL.len()],
 }
 
-const _: () = assert!(size_of::<Raw>() == 128);
+const _: () = assert!(size_of::<Raw>() == 136);
 
 impl Raw {
     pub(super) fn session(&self) -> [u64; 2] {
         self.session.each_ref().map(|word| word.load(Ordering::Relaxed))
+    }
+
+    /// Whether an overlay lives, or may live, that it is for.
+    pub(super) fn is_needed(&self) -> bool {
+        self.dev.load(Ordering::SeqCst) != 0 && self.superblock.load(Ordering::SeqCst) != DEAD
     }
 
     /// Whatever was in it, nothing is let through from now on.
@@ -53,7 +63,7 @@ impl Raw {
         for (word, value) in self.session.iter().zip(words(session)) {
             word.store(value, Ordering::Relaxed);
         }
-        let zero = [&self.newest].into_iter().chain(&self.refused);
+        let zero = [&self.newest, &self.superblock].into_iter().chain(&self.refused);
         zero.for_each(|word| word.store(0, Ordering::Relaxed));
         for word in [&self.wishes, &self.shared, &self.told] {
             word.store(0, Ordering::Relaxed);

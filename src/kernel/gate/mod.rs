@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! /sys/fs/bpf/overfence/
-//! └── layout-1/              the version of what follows
+//! └── layout-2/              the version of what follows
 //!     ├── devices            hash: device of an overlay -> number of its entry
 //!     ├── refusals           ring buffer: what was refused, for the one agent that reads it
 //!     ├── entries            array, mapped by agents: deadline, generation, counters; 0 is the header
@@ -183,7 +183,7 @@ impl Gate {
     /// Takes the gate away from the host, unless somebody's session needs it; whether it did.
     pub fn lower(&self) -> Result<bool> {
         let turn = Turn::take().map_err(no_gate)?;
-        let used = self.table.used().any(|(_, raw)| raw.dev.load(Ordering::SeqCst) != 0);
+        let used = self.table.used().any(|(_, raw)| raw.is_needed());
         if used {
             return Ok(false);
         }

@@ -307,8 +307,9 @@ HOOK(mmap_file, mmap_file)
     return over(entry) ? refuse(entry, file->f_inode, MAPPING) : 0;
 }
 
-// A superblock dies, and its address will be another one's.
-HOOK(sb_free_security, sb_free_security)
+// A superblock is given up: nobody can call anything on it any more, its number is its own for a moment
+// yet, and its address will be another one's.
+HOOK(sb_delete, sb_delete)
 {
     struct super_block *sb = (void *)args[0];
     if (sb->s_magic != OVERLAY)

@@ -99,7 +99,7 @@ const HOOKS: [Hook; 14] = [
     newer(Row::Flags, "inode_file_setattr", (0, "dentry")),
     hook(Row::Mapping, "mmap_file", (0, "file")),
     // Refuses nothing: it tells that an entry's overlay died.
-    newer(Row::Names, "sb_free_security", (0, "sb")),
+    newer(Row::Names, "sb_delete", (0, "super_block")),
 ];
 
 /// What is to be attached, and what cannot be.

@@ -281,8 +281,6 @@ impl Host {
             return Ok(vec![Event::GateLost { seen }]);
         }
         self.table().remove(slot.id).map_err(text)?;
-        // One that is there later is of a keeper that came late: see `watch`.
-        cgroup.clear_stamp().map_err(text)?;
         let event = match cgroup.thaw(THAW).map_err(text)? {
             Outcome::Proved(proof) => Event::RunsOn { proof },
             Outcome::Late(_) => return Err("it does not run on yet".to_owned()),

@@ -102,20 +102,15 @@ pub fn look(host: &Arc<Host>, slot: &Arc<Slot>) {
 }
 
 /// Who runs on behind the gate may be frozen by a keeper that was in the middle of a pass as its entry
-/// was taken away. That is as true as any freeze, and what follows it follows. Of a freeze without a
-/// stamp of ours nothing follows: it is somebody else's to end.
+/// was taken away. That is as true as any freeze, and what follows it follows: it runs on. Whoever wants
+/// it frozen asks for that.
 fn stopped_again(host: &Arc<Host>, slot: &Arc<Slot>) {
-    let (cgroup, generation) = {
-        let inner = slot.lock();
-        (inner.cgroup.clone(), inner.session.generation)
-    };
-    let Some(cgroup) = cgroup else { return };
-    let read = cgroup.state().and_then(|state| Ok((state, cgroup.read_stamp()?)));
-    match read {
-        Ok((state, Some(stamp))) if state.is_frozen() && stamp.generation == generation => {
+    let Some(cgroup) = slot.lock().cgroup.clone() else { return };
+    match cgroup.state() {
+        Ok(state) if state.is_frozen() => {
             let (asked, answer) = ("cgroup.freeze".to_owned(), state.to_string());
             let proof = Proof { asked, answer, at: clock::now(), took_us: 0 };
-            host.apply(slot, Event::Frozen { proof }, "keeper");
+            host.apply(slot, Event::Frozen { proof }, "foreign");
         }
         Ok(_) => {}
         Err(fault) => {

@@ -185,7 +185,7 @@ fn a_terminal_interrupts_once_and_stops_the_job(host: &host::Place) {
         assert_eq!(lines(), "int\n", "{name}");
 
         keys.write_all(&[26]).unwrap();
-        let stopped = waitpid(job, Some(WaitPidFlag::WUNTRACED)).unwrap();
+        let stopped = waited(job, WaitPidFlag::WUNTRACED);
         assert!(matches!(stopped, WaitStatus::Stopped(..)), "{stopped:?}");
         let state = |pid: Pid| {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
@@ -196,7 +196,25 @@ fn a_terminal_interrupts_once_and_stops_the_job(host: &host::Place) {
         nix::sys::signal::killpg(job, Signal::SIGCONT).unwrap();
         until("the command goes on", || state(command) != 'T');
         kill(job, Signal::SIGTERM).unwrap();
-        assert_eq!(waitpid(job, None).unwrap(), WaitStatus::Exited(job, 42), "{name}");
+        let ended = waited(job, WaitPidFlag::empty());
+        assert_eq!(ended, WaitStatus::Exited(job, 42), "{name}");
+    }
+}
+
+/// Waits for a child, and says what it and its job do if nothing comes of it.
+fn waited(pid: Pid, flag: WaitPidFlag) -> WaitStatus {
+    let begun = Instant::now();
+    loop {
+        match waitpid(pid, Some(flag | WaitPidFlag::WNOHANG)).unwrap() {
+            WaitStatus::StillAlive => {}
+            status => return status,
+        }
+        if begun.elapsed() > host::paced(Duration::from_secs(20)) {
+            let list = ["-eo", "pid,ppid,pgid,tpgid,stat,wchan:20,args"];
+            let list = std::process::Command::new("ps").args(list).output().unwrap();
+            panic!("{pid} does not end:\n{}", String::from_utf8_lossy(&list.stdout));
+        }
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -54,20 +54,25 @@ pub struct Scene {
 
 const LEASE: Generation = Generation(5);
 
+/// An overlay's directories, made.
+pub fn spec(dir: &Path) -> Spec {
+    let make = |name: &str| {
+        let path = dir.join(name);
+        std::fs::create_dir_all(&path).unwrap();
+        path
+    };
+    Spec {
+        lowers: vec![make("lower")],
+        upper: make("upper"),
+        work: make("work"),
+        target: make("merged"),
+        mapped: None,
+    }
+}
+
 impl Scene {
     fn new(place: &Place) -> Self {
-        let make = |name: &str| {
-            let path = place.dir.join(name);
-            std::fs::create_dir_all(&path).unwrap();
-            path
-        };
-        let spec = Spec {
-            lowers: vec![make("lower")],
-            upper: make("s/upper"),
-            work: make("s/work"),
-            target: make("s/merged"),
-            mapped: None,
-        };
+        let spec = spec(&place.dir.join("s"));
         std::fs::write(spec.lowers[0].join("lower-file"), b"lower").unwrap();
         let gate = Gate::raise().unwrap();
         let mut entry = None;
@@ -198,18 +203,7 @@ fn generations(place: &Place) {
         drop(mounted);
         overlay::unmount(&root.target).unwrap();
         // It takes the number that was given instead.
-        let make = |name: &str| {
-            let path = place.dir.join(format!("other-{n}")).join(name);
-            std::fs::create_dir_all(&path).unwrap();
-            path
-        };
-        let spec = Spec {
-            lowers: vec![make("lower")],
-            upper: make("upper"),
-            work: make("work"),
-            target: make("merged"),
-            mapped: None,
-        };
+        let spec = spec(&place.dir.join(format!("other-{n}")));
         others.push((overlay::mount(&spec).unwrap(), spec));
         same
     });

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use overfence::kernel::overlay::{self, Spec};
 use overfence::model::ids::SessionId;
 use overfence::model::time::BootNs;
 
-use super::{LEASE, Scene, write};
+use super::{LEASE, Scene, spec, write};
 use crate::host::{Place, rounds};
 use crate::round_trip::{Act, Random, act, done, shows};
 
@@ -22,18 +22,7 @@ struct Bare(Spec);
 
 impl Bare {
     fn new(dir: &Path) -> Self {
-        let make = |name: &str| {
-            let path = dir.join(name);
-            std::fs::create_dir_all(&path).unwrap();
-            path
-        };
-        let spec = Spec {
-            lowers: vec![make("lower")],
-            upper: make("upper"),
-            work: make("work"),
-            target: make("merged"),
-            mapped: None,
-        };
+        let spec = spec(dir);
         std::fs::write(spec.lowers[0].join("lower-file"), b"lower").unwrap();
         drop(overlay::mount(&spec).unwrap());
         Self(spec)
@@ -87,24 +76,10 @@ pub fn same(place: &Place) {
 pub fn raced(place: &Place) {
     let gate = Gate::raise().unwrap();
     let over = AtomicBool::new(false);
-    let spec = |dir: PathBuf| {
-        let make = |name: &str| {
-            let path = dir.join(name);
-            std::fs::create_dir_all(&path).unwrap();
-            path
-        };
-        Spec {
-            lowers: vec![make("lower")],
-            upper: make("upper"),
-            work: make("work"),
-            target: make("merged"),
-            mapped: None,
-        }
-    };
     // In the order in which they come: open, shut, unknown to the gate.
     let life = |who: usize, n: u64| {
         let dir = place.dir.join(format!("{who}-{n}"));
-        let spec = spec(dir.clone());
+        let spec = spec(&dir);
         let mut entry = None;
         let mounted = match who {
             2 => overlay::mount(&spec).unwrap(),

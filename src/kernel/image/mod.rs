@@ -18,6 +18,7 @@
 
 mod device;
 
+use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -258,13 +259,15 @@ pub fn errors(image: &Image) -> Result<u64> {
         Ok(()) | Err(Errno::ROFS | Errno::IO) => {}
         Err(e) => return Err(e).at("write a time of", &image.disk),
     }
-    let synced =
-        rustix::fs::syncfs(&dir).and_then(|()| failpoint::fails("kernel.image.told.before"));
     let Some(user) = device::backed_by(&image.file)? else { return Ok(0) };
     let told = PathBuf::from("/sys/fs/ext4").join(user.bound.name);
+    // Before it is asked: an answer that could not be kept would be lost.
+    let path = told.join(COUNTED);
+    let mut counter = std::fs::File::options().write(true).open(&path).at("open", &path)?;
+    let synced =
+        rustix::fs::syncfs(&dir).and_then(|()| failpoint::fails("kernel.image.told.before"));
     if let Err(why) = synced {
-        let path = told.join(COUNTED);
-        std::fs::write(&path, format!("overfence: syncfs: {why}")).at("write", &path)?;
+        counter.write_all(format!("overfence: syncfs: {why}").as_bytes()).at("write", &path)?;
         failpoint::hit("kernel.image.told.after");
     }
     let path = told.join("errors_count");

@@ -42,6 +42,7 @@ mod outside;
 mod package;
 mod races;
 mod rebase;
+mod reflink;
 mod restart;
 mod rig;
 mod rollback;
@@ -91,6 +92,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("outside", outside::tests()),
         ("bring_back", bring_back::tests()),
         ("rebase", rebase::tests()),
+        ("reflink", reflink::tests()),
         ("gate", gate::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),

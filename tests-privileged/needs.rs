@@ -58,6 +58,11 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("outside::skopeo_reads_a_bundle_and_copies_it_whole", &["skopeo"]),
     ("seal::on_xfs_an_open_descriptor_goes_on_and_the_proof_says_so", &["loop-devices", "xfs"]),
     ("seal::on_btrfs_an_open_descriptor_goes_on_and_the_proof_says_so", &["loop-devices", "btrfs"]),
+    ("reflink::on_btrfs_the_session_runs_before_its_layer_is_made", &["loop-devices", "btrfs"]),
+    ("reflink::on_btrfs_any_tree_gives_the_layer_of_one_step", &["loop-devices", "btrfs"]),
+    ("reflink::on_btrfs_a_file_that_has_no_clone_is_read", &["loop-devices", "btrfs"]),
+    ("reflink::on_ext4_the_session_waits_for_its_layer", &["loop-devices"]),
+    ("reflink::", &["loop-devices", "xfs"]),
     ("sealed::", &["loop-devices"]),
     // An ext4 of their own; and the flag needs a capability that a container does not have.
     ("seal::", &["loop-devices"]),

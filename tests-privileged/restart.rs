@@ -256,7 +256,7 @@ fn counted(place: &Place, upper: Upper) {
     let points: BTreeSet<&str> = text.lines().filter_map(|l| l.split(' ').nth(1)).collect();
     eprintln!("{} failpoints hit, {} of them different", text.lines().count(), points.len());
     // Effects that this scenario does not lead to have tests of their own.
-    let mut elsewhere = vec!["read_write", "resolve", "seal", "unseal", "run_on"];
+    let mut elsewhere = vec!["read_write", "resolve", "seal", "unseal", "run_on", "pack"];
     if upper != IMAGE {
         elsewhere.extend(["freeze_upper", "thaw_upper"]);
     }

@@ -130,6 +130,7 @@ impl Host {
             Effect::Kill => self.kill(slot, s),
             Effect::Revoke { reason } => self.revoke(s, reason),
             Effect::Capture { key } => self.capture(slot, s, *key),
+            Effect::Pack { key } => self.pack(slot, *key),
             Effect::Publish { key, layer } => self.publish(s, *key, *layer),
             Effect::Resolve { key, .. } => self.resolve(s, *key),
             Effect::Releasing => self.releasing(s),
@@ -351,10 +352,15 @@ impl Host {
             slot.lock().capture_code = Some(Code::UpperRefused);
             return Ok(vec![Event::CaptureRefused { key, why }]);
         }
-        let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
-        slot.lock().capture_code = captured.as_ref().err().map(crate::upper::Error::code);
-        let layer = match captured {
-            Ok(captured) => captured.map(|c| c.diff_id),
+        let taken = match self.gather(slot, s, key, own, &stop) {
+            Ok(true) => Ok(Event::Gathered { key }),
+            Ok(false) => capture_upper(&self.layers, &slot.dirs.upper, own, &stop)
+                .map(|captured| Event::Captured { key, layer: captured.map(|c| c.diff_id) }),
+            Err(fault) => Err(fault),
+        };
+        slot.lock().capture_code = taken.as_ref().err().map(crate::upper::Error::code);
+        let taken = match taken {
+            Ok(taken) => taken,
             // What stopped it has its own effects; nobody waits for this one.
             Err(crate::upper::Error::Stopped) => return Ok(vec![]),
             // Stopped writers do not mend it: another try would find the same.
@@ -363,12 +369,14 @@ impl Host {
             }
             Err(e) => return Err(text(e)),
         };
-        self.judged(slot, s, Event::Captured { key, layer }).inspect_err(|_| {
-            self.layers.settle(layer);
-        })
+        let layer = match &taken {
+            Event::Captured { layer, .. } => *layer,
+            _ => None,
+        };
+        self.judged(slot, s, taken).inspect_err(|_| self.layers.settle(layer))
     }
 
-    /// A capture, and what speaks against it.
+    /// What was read of an upper, and what speaks against it.
     fn judged(&self, slot: &Slot, s: &Session, captured: Event) -> Answered {
         let (cgroup, mounted) = {
             let inner = slot.lock();

@@ -29,6 +29,7 @@ mod effects;
 mod external;
 pub mod failure;
 mod gate;
+mod gather;
 pub mod handle;
 mod host;
 mod image;

@@ -28,9 +28,10 @@ use crate::model::facts::Proof;
 use crate::model::ids::{PublicationKey, SessionId, WorkspaceId};
 use crate::model::journal::{Draft, Journal};
 use crate::model::lease::{self, Bound, Signs};
-use crate::model::session::{Session, Stage, State, Work};
+use crate::model::session::{Session, State, Work};
 use crate::model::step::{Effect, Event, Published, Purpose, step};
 use crate::model::time::BootNs;
+use crate::upper::gather::Gathered;
 use crate::upper::remove::SessionDirs;
 use crate::workload::Beats;
 
@@ -80,6 +81,8 @@ pub struct Inner {
     pub frozen_at: Option<BootNs>,
     /// See `frozen_at`.
     pub frozen_for: Duration,
+    /// What the next layer is to be made of, once the session runs again.
+    pub gathered: Option<(PublicationKey, Gathered)>,
     /// Why the last capture failed, if it did.
     pub capture_code: Option<Code>,
     /// A seal or its end that is under way.
@@ -201,11 +204,7 @@ impl Inner {
                 let proved = s.facts.has(Fact::Gone) || (stopped && read_only && sealed && !stands);
                 (!proved && (patient || !stopped)) || !s.unknown.is_empty()
             }
-            State::Active => {
-                let thawing =
-                    matches!(&s.work, Some(Work::Checkpoint { stage: Stage::Thawing { .. }, .. }));
-                thawing || !s.unknown.is_empty()
-            }
+            State::Active => s.thaws() || !s.unknown.is_empty(),
             State::Opening | State::Closed | State::Quarantined => false,
         }
     }
@@ -233,6 +232,7 @@ impl Slot {
                 answers: BTreeMap::new(),
                 frozen_at: None,
                 frozen_for: Duration::ZERO,
+                gathered: None,
                 capture_code: None,
                 sealing: None,
                 kept: Kept::default(),

@@ -44,6 +44,7 @@ pub mod members;
 pub mod mountinfo;
 pub mod ns;
 pub mod overlay;
+pub mod reflink;
 pub mod rivals;
 pub mod seal;
 mod slots;

@@ -76,6 +76,7 @@ pub fn stops(effect: &Effect, state: State) -> bool {
         | Effect::Unseal
         | Effect::Revoke { .. }
         | Effect::Capture { .. }
+        | Effect::Pack { .. }
         | Effect::Publish { .. }
         | Effect::Resolve { .. }
         | Effect::Releasing

@@ -195,7 +195,11 @@ impl Work {
             Self::Checkpoint { stage, .. } | Self::Close { stage, .. } => match stage {
                 Stage::Thawing { layer } => *layer,
                 Stage::Publishing { layer } => Some(*layer),
-                Stage::Stopping | Stage::Capturing | Stage::Ending => None,
+                Stage::Stopping
+                | Stage::Capturing
+                | Stage::Gathered
+                | Stage::Packing
+                | Stage::Ending => None,
             },
             Self::Resume => None,
         }
@@ -210,6 +214,10 @@ pub enum Stage {
     Stopping,
     /// The upper is read.
     Capturing,
+    /// All that makes its layer lies aside; the session is let run again.
+    Gathered,
+    /// The layer is made of that, and the session runs.
+    Packing,
     /// The session is let run again; a layer that is to be published follows.
     Thawing {
         /// The layer.
@@ -483,6 +491,27 @@ impl Session {
         let policy = self.policy.after_doubt == AfterDoubt::ResumeIfUnclaimed;
         let doubt = matches!(self.loss, Some(Loss::Doubt { .. })) && self.altered.is_none();
         policy && doubt && (early || self.readmittable().is_ok())
+    }
+
+    /// Whether the layer of this publication is made, while the session runs.
+    pub fn packs(&self, publication: PublicationKey) -> bool {
+        matches!(self.work, Some(Work::Checkpoint { key, stage: Stage::Packing, .. })
+            if key == publication)
+    }
+
+    /// Whether what was gathered for this publication is wanted still.
+    pub fn wants_gathered(&self, publication: PublicationKey) -> bool {
+        self.packs(publication)
+            || matches!(self.work, Some(Work::Checkpoint { key, stage: Stage::Gathered, .. })
+                if key == publication)
+    }
+
+    /// Whether it is about to be thawed at the end of a capture.
+    pub fn thaws(&self) -> bool {
+        matches!(
+            self.work,
+            Some(Work::Checkpoint { stage: Stage::Gathered | Stage::Thawing { .. }, .. })
+        )
     }
 
     /// Whether nothing is under way and nothing waits to be tried again: it only lives, or is over.

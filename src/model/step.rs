@@ -236,6 +236,11 @@ pub enum Event {
         /// Key for its publication.
         key: PublicationKey,
     },
+    /// What the layer is made of lies aside: writers change nothing of it any more.
+    Gathered {
+        /// For which publication.
+        key: PublicationKey,
+    },
     /// The upper is a layer, fsynced.
     Captured {
         /// For which publication it was taken: a late capture never stands for another one.
@@ -384,6 +389,7 @@ fn taken(s: &mut Session, event: &Event) -> Step {
         Event::Failed { what, why } => on_failed(s, what, why),
         Event::CheckpointAsked { key } => on_checkpoint_asked(s, *key),
         Event::CloseAsked { mode, key } => on_close_asked(s, *mode, *key),
+        Event::Gathered { key } => on_gathered(s, *key),
         Event::Captured { key, layer } => on_captured(s, *key, *layer),
         Event::CaptureRefused { key, why } => on_capture_refused(s, *key, why),
         Event::Published { key, outcome } => on_published(s, *key, outcome),
@@ -417,8 +423,8 @@ use fence::{
 use foreign::{on_moved_out, on_upper_changed};
 use gate::{on_gate_lost, on_gated, on_runs_on, run_on};
 use hold::{
-    on_capture_refused, on_captured, on_checkpoint_asked, on_close_asked, on_published,
-    on_readmitted, on_released, on_thawed, on_writable,
+    on_capture_refused, on_captured, on_checkpoint_asked, on_close_asked, on_gathered,
+    on_published, on_readmitted, on_released, on_thawed, on_writable,
 };
 use image::{on_upper_freeze_lost, on_upper_frozen, on_upper_thawed};
 use lifecycle::{on_failed, on_held, on_open_failed, on_opened, on_renewal_missed, recover};

@@ -17,6 +17,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::changes::{Change, Changes, Format, Kind, is_foreign_mark};
 use super::diff::Judge;
+use super::gather::Aside;
 use super::lowers::Lowers;
 use super::runs::{self, copy_run};
 use super::store::{LayerInfo, LayerStore};
@@ -130,23 +131,13 @@ pub fn capture_told(
     let packed = store.add(|file| {
         let mut sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
         let out = Writer::new(&mut sink);
-        let mut pack = Pack { out, plain, writers, stop, judge, tally: &mut tally };
+        let mut pack = Pack { out, plain, writers, stop, judge, aside: None, tally: &mut tally };
         pack.all(changes)?;
         pack.out.finish().at("write", path_of(b"the layer"))?;
         sink.finish(tally.entries).at("write", path_of(b"the layer"))
     });
     let info = packed.map_err(|error| if stop() { Error::Stopped } else { error })?;
-    Ok(Captured {
-        diff_id: info.diff_id,
-        blob_digest: info.blob_digest,
-        size_uncompressed: info.size_uncompressed,
-        size_compressed: info.size_compressed,
-        entries: info.entries,
-        skipped_sockets: tally.sockets,
-        changed: tally.changed,
-        escaped: tally.escaped,
-        took: begun.elapsed(),
-    })
+    Ok(tally.captured(info, begun))
 }
 
 /// The name that a layer of `source` would have, whose writers may run; nothing is stored.
@@ -159,10 +150,28 @@ pub fn diff_id(source: Source<'_>, stop: Stop<'_>) -> Result<Digest> {
     let mut tar = Hashed::new(io::sink());
     let out = Writer::new(&mut tar);
     let (writers, judge) = (Writers::Running, None);
-    let mut pack = Pack { out, plain, writers, stop, judge, tally: &mut tally };
+    let mut pack = Pack { out, plain, writers, stop, judge, aside: None, tally: &mut tally };
     pack.all(changes)?;
     pack.out.finish().at("hash", path_of(b"the layer"))?;
     Ok(tar.finish().1)
+}
+
+/// Writes the tar of `source` to `spool`, but for the content of what goes into `aside`. The names of
+/// those files stand there as of empty ones.
+pub(super) fn spool(
+    source: Source<'_>,
+    writers: Writers,
+    spool: impl Write,
+    aside: &mut Aside,
+    tally: &mut Tally,
+    stop: Stop<'_>,
+) -> Result<()> {
+    let (changes, plain) = changes_of(source)?;
+    let out = Writer::new(spool);
+    let mut pack = Pack { out, plain, writers, stop, judge: None, aside: Some(aside), tally };
+    pack.all(changes)?;
+    let end = pack.out.finish().and_then(|mut spool| spool.flush());
+    end.at("write", path_of(b"what is gathered"))
 }
 
 fn changes_of(source: Source<'_>) -> Result<(Changes, bool)> {
@@ -172,13 +181,30 @@ fn changes_of(source: Source<'_>) -> Result<(Changes, bool)> {
     })
 }
 
-#[derive(Default)]
-struct Tally {
-    entries: u64,
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    pub(super) entries: u64,
     sockets: u64,
     changed: u64,
     escaped: Escaped,
     listed: usize,
+}
+
+impl Tally {
+    /// What there is to say of a layer in the store.
+    pub(super) fn captured(self, info: LayerInfo, begun: Instant) -> Captured {
+        Captured {
+            diff_id: info.diff_id,
+            blob_digest: info.blob_digest,
+            size_uncompressed: info.size_uncompressed,
+            size_compressed: info.size_compressed,
+            entries: info.entries,
+            skipped_sockets: self.sockets,
+            changed: self.changed,
+            escaped: self.escaped,
+            took: begun.elapsed(),
+        }
+    }
 }
 
 struct Pack<'t, W: Write> {
@@ -187,6 +213,8 @@ struct Pack<'t, W: Write> {
     writers: Writers,
     stop: Stop<'t>,
     judge: Option<Judge<'t>>,
+    /// Where large files are cloned to instead of being read.
+    aside: Option<&'t mut Aside>,
     tally: &'t mut Tally,
 }
 
@@ -324,22 +352,15 @@ impl<W: Write> Pack<'_, W> {
         let path = path_of(&change.path);
         let before = stat_fd(&file).at("stat", path)?;
         let size = change.info.size;
-        let runs = runs::of(&file, size, self.stop).at("read", path)?;
         self.count(&change.path);
-        match runs::is_whole(&runs, size) {
-            true => self.out.entry(&change.path, &tarfmt::Kind::File { size }, meta),
-            false => self.out.sparse(&change.path, size, &runs, meta),
-        }
-        .at("write", path_of(b"the layer"))?;
-        let mut whole = true;
-        for run in &runs {
-            whole = whole
-                && copy_run(&file, *run, &mut self.out, self.stop)
-                    .at("copy into the layer", path)?;
-        }
+        let whole = match &mut self.aside {
+            Some(aside) if aside.wants(&before) => {
+                aside.put(&change.path, &file, size, meta, &mut self.out, self.stop)?
+            }
+            Some(_) | None => content(&mut self.out, &change.path, &file, size, meta, self.stop)?,
+        };
         // What is no run may have been cut off.
-        whole = whole && file.metadata().at("stat", path)?.len() >= size;
-        self.out.pad().at("write", path_of(b"the layer"))?;
+        let whole = whole && file.metadata().at("stat", path)?.len() >= size;
         let after = stat_fd(&file).at("stat", path)?;
         if !whole || before.ino != change.info.ino || before.dev != change.info.dev {
             return Err(Error::Changed { path: Shown::from(path) });
@@ -352,6 +373,31 @@ impl<W: Write> Pack<'_, W> {
         }
         Ok(())
     }
+}
+
+/// Writes the entry of a file of `size` bytes, and those of its bytes that are not zero. False if it has
+/// become shorter.
+pub(super) fn content<W: Write>(
+    out: &mut Writer<W>,
+    path: &[u8],
+    file: &File,
+    size: u64,
+    meta: &Meta,
+    stop: Stop<'_>,
+) -> Result<bool> {
+    let shown = path_of(path);
+    let runs = runs::of(file, size, stop).at("read", shown)?;
+    match runs::is_whole(&runs, size) {
+        true => out.entry(path, &tarfmt::Kind::File { size }, meta),
+        false => out.sparse(path, size, &runs, meta),
+    }
+    .at("write", path_of(b"the layer"))?;
+    let mut whole = true;
+    for run in &runs {
+        whole = whole && copy_run(file, *run, out, stop).at("copy into the layer", shown)?;
+    }
+    out.pad().at("write", path_of(b"the layer"))?;
+    Ok(whole)
 }
 
 /// What changes when a file's bytes do.
@@ -465,7 +511,9 @@ mod tests {
         let mut tally = Tally::default();
         let out = Writer::new(io::sink());
         let stop = &|| false;
-        let mut pack = Pack { out, plain: false, writers, stop, judge: None, tally: &mut tally };
+        let (judge, aside) = (None, None);
+        let tally_to = &mut tally;
+        let mut pack = Pack { out, plain: false, writers, stop, judge, aside, tally: tally_to };
         let outcome = pack.file(&change, file, &meta_of(&change));
         (outcome, tally)
     }

@@ -20,7 +20,7 @@
 //!     tree/                        the layer unpacked: a read-only lower of overlay mounts
 //!     complete                     written last: `tree/` is whole and durable
 //!     damaged                      why it must not be mounted, if something was found
-//! layers/.tmp-*/                   being made or removed; `LayerStore::sweep` takes it away
+//! layers/.tmp-*/                   being made, gathered or removed; `LayerStore::sweep` takes it away
 //! ```
 //!
 //! A tree without `complete` is made again; a layer directory appears by one rename. So a crash at
@@ -33,6 +33,7 @@ pub mod changes;
 pub mod diff;
 mod empty;
 pub mod equal;
+pub mod gather;
 pub mod image;
 pub mod layer;
 pub mod lowers;

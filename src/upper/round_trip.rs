@@ -41,7 +41,7 @@ fn case() -> Case {
 }
 
 /// A tree with one of everything a plain user can make.
-fn furnish(top: &Path) {
+pub(super) fn furnish(top: &Path) {
     std::fs::create_dir_all(top.join("dir/sub")).unwrap();
     std::fs::write(top.join("dir/file"), b"bytes").unwrap();
     std::fs::hard_link(top.join("dir/file"), top.join("dir/sub/other name")).unwrap();
@@ -384,53 +384,67 @@ fn odd_name() -> impl Strategy<Value = Vec<u8>> {
         .prop_filter("a name", |n| n != b"." && n != b"..")
 }
 
+/// What a generated tree is made of: where below, name, kind, bytes, time.
+pub(super) type Node = (prop::sample::Index, Vec<u8>, u8, Vec<u8>, i32, i64);
+
+pub(super) fn nodes() -> impl Strategy<Value = Vec<Node>> {
+    let bytes = prop::collection::vec(any::<u8>(), 1..700);
+    let node = (
+        any::<prop::sample::Index>(),
+        odd_name(),
+        0..5u8,
+        bytes,
+        any::<i32>(),
+        0..1_000_000_000i64,
+    );
+    prop::collection::vec(node, 0..14)
+}
+
+pub(super) fn plant(top: &Path, nodes: Vec<Node>) {
+    let (mut dirs, mut files) = (vec![top.to_owned()], Vec::new());
+    let mut stamps = Vec::new();
+    for (place, name, kind, bytes, s, ns) in nodes {
+        let path = dirs[place.index(dirs.len())].join(path_of(&name));
+        if path.symlink_metadata().is_ok() {
+            continue;
+        }
+        match kind {
+            0 => {
+                std::fs::create_dir(&path).unwrap();
+                dirs.push(path.clone());
+            }
+            1 if !files.is_empty() => {
+                std::fs::hard_link(&files[place.index(files.len())], &path).unwrap();
+            }
+            2 => {
+                let target: Vec<u8> = bytes.iter().copied().filter(|b| *b != 0).collect();
+                if target.is_empty() {
+                    continue;
+                }
+                std::os::unix::fs::symlink(path_of(&target), &path).unwrap();
+            }
+            3 => rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o600), 0)
+                .unwrap(),
+            _ => {
+                std::fs::write(&path, &bytes).unwrap();
+                let mode = PermissionsExt::from_mode(0o400 | s as u32 & 0o777);
+                std::fs::set_permissions(&path, mode).unwrap();
+                files.push(path.clone());
+            }
+        }
+        stamps.push((path, s, ns));
+    }
+    for (path, s, ns) in stamps.iter().rev() {
+        touch(path, i64::from(*s), *ns);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn any_tree_survives_the_round_trip(
-        nodes in prop::collection::vec(
-            (any::<prop::sample::Index>(), odd_name(), 0..5u8,
-             prop::collection::vec(any::<u8>(), 1..700), any::<i32>(), 0..1_000_000_000i64),
-            0..14,
-        )
-    ) {
+    fn any_tree_survives_the_round_trip(nodes in nodes()) {
         let case = case();
-        let (mut dirs, mut files) = (vec![case.source.clone()], Vec::new());
-        let mut stamps = Vec::new();
-        for (place, name, kind, bytes, s, ns) in nodes {
-            let path = dirs[place.index(dirs.len())].join(path_of(&name));
-            if path.symlink_metadata().is_ok() {
-                continue;
-            }
-            match kind {
-                0 => {
-                    std::fs::create_dir(&path).unwrap();
-                    dirs.push(path.clone());
-                }
-                1 if !files.is_empty() => {
-                    std::fs::hard_link(&files[place.index(files.len())], &path).unwrap();
-                }
-                2 => {
-                    let target: Vec<u8> = bytes.iter().copied().filter(|b| *b != 0).collect();
-                    if target.is_empty() {
-                        continue;
-                    }
-                    std::os::unix::fs::symlink(path_of(&target), &path).unwrap();
-                }
-                3 => rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o600), 0)
-                    .unwrap(),
-                _ => {
-                    std::fs::write(&path, &bytes).unwrap();
-                    let mode = PermissionsExt::from_mode(0o400 | s as u32 & 0o777);
-                    std::fs::set_permissions(&path, mode).unwrap();
-                    files.push(path.clone());
-                }
-            }
-            stamps.push((path, s, ns));
-        }
-        for (path, s, ns) in stamps.iter().rev() {
-            touch(path, i64::from(*s), *ns);
-        }
+        plant(&case.source, nodes);
         let first = capture_dir(&case.source, &case.store).unwrap();
         let tree = case.store.ensure_tree(first.diff_id).unwrap();
         prop_assert_eq!(capture_dir(&tree, &case.store).unwrap().diff_id, first.diff_id);

@@ -9,7 +9,7 @@
 //!     complete         made last: the tree is whole, durable, and its digest was the name
 //!     damaged          what a verification found; the layer is not mounted while it is there
 //! layers/equal/        what deep heads are mounted through; see `equal`
-//! layers/.tmp-*/       being made or removed
+//! layers/.tmp-*/       being made or removed, or gathered for a layer; see `gather`
 //! ```
 //!
 //! Several threads may use one store; trees are made one at a time. One process at a time may.
@@ -34,6 +34,7 @@ use super::{
     At as _, Error, Result, Shown, Stop, Stoppable, path_of, remove, sync_dir, unique_name,
 };
 use crate::failpoint;
+use crate::kernel::reflink;
 use crate::kernel::walk::Dir;
 use crate::model::head::Digest;
 
@@ -388,6 +389,11 @@ impl LayerStore {
         sync_dir(&dir)?;
         failpoint::hit("upper.tree.after");
         Ok(tree)
+    }
+
+    /// Whether files of the file system that `dir` is on can be cloned into the store.
+    pub(super) fn can_clone(&self, dir: BorrowedFd<'_>) -> bool {
+        File::open(&self.dir).is_ok_and(|own| reflink::works(dir, own))
     }
 
     /// An empty directory (0700) of the caller's own, which removes it; else the next

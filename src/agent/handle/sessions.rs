@@ -157,6 +157,14 @@ impl Agent {
         if matches!(s.state, State::Fencing | State::Fenced | State::Preserved) {
             return Err(self.refused_by_authority(s, key).await);
         }
+        if s.may_start_work().is_ok() && s.work.is_none() {
+            let asked = Arc::clone(&slot);
+            self.blocking(move |host| {
+                host.write_out(&asked);
+                Ok(())
+            })
+            .await?;
+        }
         taken(&slot, self.0.apply(&slot, Event::CheckpointAsked { key }, &actor(by)))?;
         let done = |inner: &Inner| !under_way(&inner.session, key);
         let (s, ok) = slot.wait_for(LONG, done).await;

@@ -126,8 +126,20 @@ impl Model {
             Effect::Capture { key } => {
                 let h = &w.hosts[i];
                 let content = h.early.unwrap_or(h.kernel.content);
+                if self.scope.clones && s.state == State::Active && content > 0 {
+                    w.hosts[i].gathered = Some((*key, content));
+                    return Some(Event::Gathered { key: *key });
+                }
                 let layer = (content > 0).then(|| layer(i, content));
                 Some(Event::Captured { key: *key, layer })
+            }
+            Effect::Pack { key } => {
+                let h = &mut w.hosts[i];
+                let Some((_, gathered)) = h.gathered.take_if(|(of, _)| of == key) else {
+                    return Some(failed());
+                };
+                h.wire.push(Wire::Packed { key: *key, layer: layer(i, gathered) });
+                None
             }
             Effect::Publish { key, layer } => {
                 let wish = Publish {
@@ -313,7 +325,9 @@ impl Model {
                     w.hosts[i].wire.push(Wire::PublishAnswer { key, answer });
                 }
             }
-            answer @ (Wire::RenewAnswer { .. } | Wire::PublishAnswer { .. }) => {
+            answer @ (Wire::RenewAnswer { .. }
+            | Wire::PublishAnswer { .. }
+            | Wire::Packed { .. }) => {
                 w.hosts[i].wire.insert(n, answer);
             }
         }
@@ -351,6 +365,9 @@ impl Model {
                 };
                 w.feed(i, Event::Published { key, outcome }, self.bug);
             }
+            Wire::Packed { key, layer } => {
+                w.feed(i, Event::Captured { key, layer: Some(layer) }, self.bug);
+            }
             Wire::Renew { .. } | Wire::Publish { .. } => {}
         }
     }
@@ -370,6 +387,11 @@ impl Model {
                 self.no_answer(w, i, key);
             }
             Wire::PublishAnswer { key, .. } => self.no_answer(w, i, key),
+            // The disk was full.
+            Wire::Packed { .. } => {
+                let (what, why) = (Effect::PACK.to_owned(), String::new());
+                w.feed(i, Event::Failed { what, why }, self.bug);
+            }
             Wire::Renew { orphan: true, .. } | Wire::Publish { orphan: true, .. } => {}
         }
     }
@@ -415,12 +437,13 @@ pub(super) fn crash(h: &mut Host) {
     h.live = None;
     h.effects.clear();
     h.notice = None;
+    h.gathered = None;
     h.asks.retain(|ask| matches!(ask, super::begins::Ask::Wish(_)));
     h.wire.retain_mut(|wire| match wire {
         Wire::Renew { orphan, .. } | Wire::Publish { orphan, .. } => {
             *orphan = true;
             true
         }
-        Wire::RenewAnswer { .. } | Wire::PublishAnswer { .. } => false,
+        Wire::RenewAnswer { .. } | Wire::PublishAnswer { .. } | Wire::Packed { .. } => false,
     });
 }

@@ -8,6 +8,7 @@
 //!   starts; only requests to the authority are on their way meanwhile;
 //! - a fence's freeze overtakes what is pending; what was pending before is still done after it;
 //! - a thaw asks the stamp and the deadline; an answer to a renewal after the deadline is a loss;
+//! - a layer is packed beside everything else, from what was gathered while the writer stood;
 //! - a start observes what changed (thawed, made writable) before it says `Recovered`.
 
 // All of this room is a test.
@@ -66,6 +67,8 @@ pub struct Scope {
     pub empty: bool,
     /// A busy overlay is sealed.
     pub seal: bool,
+    /// The upper's file system clones files: a checkpoint thaws ahead of its layer.
+    pub clones: bool,
     /// Host clocks may stand still while the authority's runs on.
     pub paused: bool,
     /// Everything else may happen between two effects of host 0, not only its crash.
@@ -146,7 +149,8 @@ mod tests {
     }
 
     fn scope(left: Left) -> Scope {
-        Scope { left, clock: 2, ttl: 2, empty: false, seal: false, paused: false, fine: false }
+        let (empty, seal, clones, paused, fine) = (false, false, false, false, false);
+        Scope { left, clock: 2, ttl: 2, empty, seal, clones, paused, fine }
     }
 
     /// Three generations, a publication of each host, a writer that goes on writing.
@@ -177,6 +181,22 @@ mod tests {
     #[test]
     fn holds_between_any_two_effects() {
         holds("fine", Scope { fine: true, ..scope(Left { crashes: 1, ..small() }) });
+    }
+
+    #[test]
+    fn holds_while_a_layer_is_made_and_its_session_runs() {
+        let beside = |left| Scope { clones: true, ..scope(left) };
+        holds("packing, crash", beside(Left { crashes: 1, ..both() }));
+        holds("packing, lost", beside(Left { lost: 1, ..both() }));
+        holds("packing, two keys", beside(Left { keys: [2, 0], crashes: 1, ..small() }));
+    }
+
+    #[test]
+    fn holds_while_a_layer_is_made_between_any_two_effects() {
+        let left = Left { crashes: 1, ..small() };
+        holds("packing, fine", Scope { clones: true, fine: true, ..scope(left) });
+        let left = Left { fences: 1, foreign: 1, acquisitions: 0, ..small() };
+        holds("packing, foreign", Scope { clones: true, ..scope(left) });
     }
 
     #[test]

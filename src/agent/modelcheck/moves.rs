@@ -121,7 +121,7 @@ impl Model {
                         out.push(Move::Lose(i, n));
                     }
                 }
-                Wire::RenewAnswer { .. } | Wire::PublishAnswer { .. } => {
+                Wire::RenewAnswer { .. } | Wire::PublishAnswer { .. } | Wire::Packed { .. } => {
                     out.push(Move::Deliver(i, n));
                     if left.lost > 0 && i == 0 {
                         out.push(Move::Lose(i, n));

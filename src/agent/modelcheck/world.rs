@@ -138,10 +138,29 @@ impl Kernel {
 /// A request to the authority or its answer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Wire {
-    Renew { lease: LeaseId, generation: Generation, sent: u8, orphan: bool },
-    RenewAnswer { sent: u8, granted: bool },
-    Publish { wish: Publish, orphan: bool },
-    PublishAnswer { key: PublicationKey, answer: Result<HeadAt, Refusal> },
+    Renew {
+        lease: LeaseId,
+        generation: Generation,
+        sent: u8,
+        orphan: bool,
+    },
+    RenewAnswer {
+        sent: u8,
+        granted: bool,
+    },
+    Publish {
+        wish: Publish,
+        orphan: bool,
+    },
+    PublishAnswer {
+        key: PublicationKey,
+        answer: Result<HeadAt, Refusal>,
+    },
+    /// No request: a layer is made of what was gathered, beside everything else.
+    Packed {
+        key: PublicationKey,
+        layer: Digest,
+    },
 }
 
 /// One host: its agent (volatile), what it recorded (durable), its kernel.
@@ -164,6 +183,8 @@ pub struct Host {
     /// What a watch saw and the agent has not heard yet.
     pub notice: Option<Event>,
     pub boot: u8,
+    /// The upper as it was gathered; it goes with the agent.
+    pub gathered: Option<(PublicationKey, u8)>,
     /// Planted bug: the upper as it was while processes lived.
     pub early: Option<u8>,
     /// Publications sent from here whose outcome the agent was not told.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{Applied, Inner, Slot, take_journal};
 use crate::agent::effects::{AGAIN, TEARDOWN, Try, syncs, text, tried_again};
 use crate::agent::host::Host;
-use crate::agent::{keep, tell};
+use crate::agent::{gather, keep, tell};
 use crate::failpoint;
 use crate::kernel::clock;
 use crate::model::journal::Journal;
@@ -43,6 +43,7 @@ impl Host {
     fn work(self: &Arc<Self>, slot: &Arc<Slot>) {
         loop {
             keep::remember(self, slot);
+            gather::forget(slot);
             let mut inner = slot.lock();
             let journal = take_journal(&mut inner);
             let effect = inner.queue.pop_front();
@@ -85,19 +86,36 @@ impl Host {
                     self.runtime.spawn(work);
                     return;
                 }
-                Some(effect) => {
-                    for event in self.perform(slot, &session, &effect, Try::default()) {
-                        let captured = match &event {
-                            Event::Captured { layer, .. } => *layer,
-                            _ => None,
-                        };
-                        self.apply(slot, event, "agent");
-                        // The session names it now, or nobody will.
-                        self.layers.settle(captured);
-                    }
+                Some(effect @ Effect::Pack { .. }) => {
+                    // The session runs meanwhile, and its worker has to be there for it.
+                    let work = Arc::clone(self).work_beside(Arc::clone(slot), session, effect);
+                    self.runtime.spawn(work);
                 }
+                Some(effect) => self.do_and_hear(slot, &session, &effect),
                 None => {}
             }
+        }
+    }
+
+    fn do_and_hear(self: &Arc<Self>, slot: &Arc<Slot>, session: &Session, effect: &Effect) {
+        for event in self.perform(slot, session, effect, Try::default()) {
+            let captured = match &event {
+                Event::Captured { layer, .. } => *layer,
+                _ => None,
+            };
+            self.apply(slot, event, "agent");
+            // The session names it now, or nobody will.
+            self.layers.settle(captured);
+        }
+    }
+
+    /// One effect that takes long and keeps the session's worker from nothing.
+    async fn work_beside(self: Arc<Self>, slot: Arc<Slot>, session: Session, effect: Effect) {
+        let (host, asked, what) = (Arc::clone(&self), Arc::clone(&slot), effect.name().to_owned());
+        let done =
+            tokio::task::spawn_blocking(move || host.do_and_hear(&asked, &session, &effect)).await;
+        if let Err(fault) = done {
+            self.apply(&slot, Event::Failed { what, why: fault.to_string() }, "agent");
         }
     }
 

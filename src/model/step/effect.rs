@@ -55,6 +55,11 @@ pub enum Effect {
         /// For which publication.
         key: PublicationKey,
     },
+    /// What was gathered to layer, while the session runs.
+    Pack {
+        /// For which publication.
+        key: PublicationKey,
+    },
     /// Offer the layer to the authority.
     Publish {
         /// The key.
@@ -101,7 +106,11 @@ impl Effect {
             | Self::ThawUpper
             | Self::RunOn
             | Self::Thaw => true,
-            Self::Freeze { .. } | Self::ReadOnly | Self::Capture { .. } | Self::Show => false,
+            Self::Freeze { .. }
+            | Self::ReadOnly
+            | Self::Capture { .. }
+            | Self::Pack { .. }
+            | Self::Show => false,
         }
     }
 
@@ -122,6 +131,7 @@ impl Effect {
             | Self::ThawUpper
             | Self::Revoke { .. }
             | Self::Capture { .. }
+            | Self::Pack { .. }
             | Self::Publish { .. }
             | Self::Resolve { .. }
             | Self::Releasing
@@ -130,6 +140,8 @@ impl Effect {
         }
     }
 
+    /// The name of [`Effect::Pack`].
+    pub const PACK: &str = "pack";
     /// The name of [`Effect::Resolve`].
     pub const RESOLVE: &str = "resolve";
 
@@ -147,6 +159,7 @@ impl Effect {
         "kill",
         "revoke",
         "capture",
+        Self::PACK,
         "publish",
         Self::RESOLVE,
         "releasing",
@@ -171,6 +184,7 @@ impl Effect {
             Self::Kill => "kill",
             Self::Revoke { .. } => "revoke",
             Self::Capture { .. } => "capture",
+            Self::Pack { .. } => Self::PACK,
             Self::Publish { .. } => "publish",
             Self::Resolve { .. } => Self::RESOLVE,
             Self::Releasing => "releasing",

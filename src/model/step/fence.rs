@@ -354,11 +354,7 @@ pub(super) fn on_tick(s: &mut Session, now: BootNs, held: bool) -> Step {
             }
             Some(_) | None => Step::quiet([]),
         },
-        State::Active => {
-            let thaw =
-                matches!(s.work, Some(Work::Checkpoint { stage: Stage::Thawing { .. }, .. }));
-            Step::quiet(resolve_unknown(s).chain(thaw.then_some(Effect::Thaw)))
-        }
+        State::Active => Step::quiet(resolve_unknown(s).chain(s.thaws().then_some(Effect::Thaw))),
         State::Opening | State::Closed | State::Quarantined => Step::quiet([]),
     }
 }

@@ -37,6 +37,43 @@ pub(super) fn on_close_asked(s: &mut Session, mode: CloseMode, key: PublicationK
     Step::go(told.into_iter().chain([Effect::Kill]))
 }
 
+/// The writers may go on. What somebody thawed while it was read is worth nothing, as ever.
+pub(super) fn on_gathered(s: &mut Session, taken_for: PublicationKey) -> Step {
+    match (s.state, &s.work) {
+        (State::Active, Some(Work::Checkpoint { key, stage: Stage::Capturing, tainted: true }))
+            if *key == taken_for =>
+        {
+            give_up_tainted(s, taken_for)
+        }
+        (State::Active, Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }))
+            if *key == taken_for =>
+        {
+            let stage = Stage::Gathered;
+            s.work = Some(Work::Checkpoint { key: taken_for, stage, tainted: false });
+            Step::go([Effect::Thaw])
+        }
+        // The lease was lost meanwhile, or nobody waits for it any more.
+        (
+            State::Active
+            | State::Releasing
+            | State::Opening
+            | State::Fencing
+            | State::Fenced
+            | State::Preserved
+            | State::Deleting
+            | State::Closed
+            | State::Quarantined,
+            _,
+        ) => Step::quiet([]),
+    }
+}
+
+fn give_up_tainted(s: &mut Session, key: PublicationKey) -> Step {
+    let why = "the checkpoint was given up: the session was thawed by somebody else";
+    s.trouble = Some(why.to_owned());
+    thaw_then(s, key, None)
+}
+
 pub(super) fn on_captured(
     s: &mut Session,
     taken_for: PublicationKey,
@@ -51,14 +88,13 @@ pub(super) fn on_captured(
             Some(Work::Checkpoint { key, tainted: true, stage: Stage::Capturing })
                 if key == taken_for =>
             {
-                s.trouble = Some(
-                    "the checkpoint was given up: the session was thawed by somebody else"
-                        .to_owned(),
-                );
-                thaw_then(s, key, None)
+                give_up_tainted(s, key)
             }
             Some(Work::Checkpoint { key, stage: Stage::Capturing, .. }) if key == taken_for => {
                 thaw_then(s, key, layer.filter(|_| !unchanged))
+            }
+            Some(Work::Checkpoint { key, stage: Stage::Packing, .. }) if key == taken_for => {
+                publish_then(s, key, layer.filter(|_| !unchanged))
             }
             Some(Work::Checkpoint { .. } | Work::Close { .. } | Work::Resume) | None => {
                 Step::quiet([])
@@ -92,6 +128,17 @@ pub(super) fn on_captured(
         | State::Closed
         | State::Quarantined => Step::quiet([]),
     }
+}
+
+/// A checkpoint whose session runs: what it captured is offered, if there is anything.
+fn publish_then(s: &mut Session, key: PublicationKey, layer: Option<Digest>) -> Step {
+    let Some(layer) = layer else {
+        s.work = None;
+        return Step::note();
+    };
+    let stage = Stage::Publishing { layer };
+    s.work = Some(Work::Checkpoint { key, stage, tainted: false });
+    Step::go([Effect::Publish { key, layer }])
 }
 
 /// The bytes stay with the session: a checkpoint is given up, a close keeps them.
@@ -321,18 +368,13 @@ pub(super) fn on_thawed(s: &mut Session) -> Step {
             Step::note()
         }
         (State::Active, Some(Work::Checkpoint { key, stage: Stage::Thawing { layer }, .. })) => {
-            let key = *key;
-            match *layer {
-                Some(layer) => {
-                    let stage = Stage::Publishing { layer };
-                    s.work = Some(Work::Checkpoint { key, stage, tainted: false });
-                    Step::go([Effect::Publish { key, layer }])
-                }
-                None => {
-                    s.work = None;
-                    Step::note()
-                }
-            }
+            let (key, layer) = (*key, *layer);
+            publish_then(s, key, layer)
+        }
+        (State::Active, Some(Work::Checkpoint { key, stage: Stage::Gathered, .. })) => {
+            let (key, stage) = (*key, Stage::Packing);
+            s.work = Some(Work::Checkpoint { key, stage, tainted: false });
+            Step::go([Effect::Pack { key }])
         }
         (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => {
             Step::quiet([])

@@ -79,9 +79,15 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
             }
         }
         State::Active => match s.work {
-            // A thaw is tried again; a layer that is offered ends only by its answer.
+            // The session runs already, and its bytes stay with it.
+            Some(Work::Checkpoint { stage: Stage::Packing, .. }) if what == Effect::PACK => {
+                s.work = None;
+                return Step::note();
+            }
+            // A thaw is tried again; a layer that is made or offered ends only by its own answer.
             Some(Work::Checkpoint {
-                stage: Stage::Thawing { .. } | Stage::Publishing { .. },
+                stage:
+                    Stage::Gathered | Stage::Thawing { .. } | Stage::Packing | Stage::Publishing { .. },
                 ..
             }) => {}
             Some(Work::Checkpoint { key, .. }) => return thaw_then(s, key, None),
@@ -208,7 +214,7 @@ pub(super) fn resume_close(s: &Session) -> Option<Effect> {
         Some(Work::Close { stage: Stage::Ending, .. }) => Some(Effect::Release),
         // A close never thaws.
         Some(
-            Work::Close { stage: Stage::Thawing { .. }, .. }
+            Work::Close { stage: Stage::Gathered | Stage::Thawing { .. } | Stage::Packing, .. }
             | Work::Checkpoint { .. }
             | Work::Resume,
         )

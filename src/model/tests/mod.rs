@@ -4,6 +4,7 @@ mod breaker;
 mod classify;
 mod foreign;
 mod gate;
+mod gather;
 mod image;
 mod properties;
 mod seal;

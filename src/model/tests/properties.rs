@@ -101,6 +101,7 @@ fn events() -> impl Strategy<Value = Event> {
     let work = prop_oneof![
         (0u128..3).prop_map(|k| Event::CheckpointAsked { key: key(k) }),
         (modes, 0u128..3).prop_map(|(mode, k)| Event::CloseAsked { mode, key: key(k) }),
+        (0u128..3).prop_map(|k| Event::Gathered { key: key(k) }),
         (0u128..3, proptest::option::of(0u8..3))
             .prop_map(|(k, l)| Event::Captured { key: key(k), layer: l.map(layer) }),
         (0u128..3, outcomes()).prop_map(|(k, outcome)| Event::Published { key: key(k), outcome }),
@@ -124,7 +125,7 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::RenewalMissed { cause: "timeout".into() }),
         Just(Event::Removed { bytes: 1, entries: 1 }),
         proptest::sample::select(
-            ["thaw", "seal", "unseal", "freeze_upper", "thaw_upper"].as_slice()
+            ["thaw", "pack", "seal", "unseal", "freeze_upper", "thaw_upper"].as_slice()
         )
         .prop_map(|what| Event::Failed { what: what.into(), why: "EIO".into() }),
         dispositions().prop_map(|disposition| Event::Disposed { disposition }),
@@ -279,6 +280,24 @@ fn invariant_a_stopped_upper_is_lifted_first(s: &Seen<'_>) -> Held {
     Ok(())
 }
 
+/// A layer is made of what was gathered only while the session is let write, and one that is not made
+/// yet is offered to nobody.
+fn invariant_who_packs_holds_the_lease(s: &Seen<'_>) -> Held {
+    let packs = s.step.effects.iter().any(|e| matches!(e, Effect::Pack { .. }));
+    prop_assert!(!packs || s.after.state == State::Active, "{:?}", s.event);
+    let published = s.step.effects.iter().find_map(|e| match e {
+        Effect::Publish { key, layer } => Some((*key, *layer)),
+        _ => None,
+    });
+    if let Some((k, made)) = published {
+        let was_made =
+            matches!(s.event, Event::Captured { key, layer } if (*key, *layer) == (k, Some(made)));
+        let waited = s.before.work.as_ref().and_then(Work::layer) == Some(made);
+        prop_assert!(was_made || waited, "{:?}", s.event);
+    }
+    Ok(())
+}
+
 fn invariant_remove_only_what_is_safe_and_gone(s: &Seen<'_>) -> Held {
     if s.step.effects.contains(&Effect::Remove) {
         prop_assert_eq!(s.after.state, State::Deleting);
@@ -396,13 +415,14 @@ fn invariant_records_round_trip(s: &Seen<'_>) -> Held {
     Ok(())
 }
 
-const INVARIANTS: [fn(&Seen<'_>) -> Held; 17] = [
+const INVARIANTS: [fn(&Seen<'_>) -> Held; 18] = [
     invariant_facts_come_from_the_kernel,
     invariant_contradicted_facts_go,
     invariant_no_thaw_without_a_lease,
     invariant_no_thaw_of_a_sealed_upper,
     invariant_who_runs_on_is_gated,
     invariant_a_stopped_upper_is_lifted_first,
+    invariant_who_packs_holds_the_lease,
     invariant_remove_only_what_is_safe_and_gone,
     invariant_unproved_freeze_removes_nothing,
     invariant_deleting_has_a_disposition,

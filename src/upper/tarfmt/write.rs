@@ -27,6 +27,11 @@ impl<W: Write> Writer<W> {
         Self { out, written: 0 }
     }
 
+    /// How many bytes of the archive there are.
+    pub(in crate::upper) fn written(&self) -> u64 {
+        self.written
+    }
+
     /// Writes the header of an entry; an empty path is the top directory.
     pub(in crate::upper) fn entry(
         &mut self,

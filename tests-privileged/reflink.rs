@@ -2,14 +2,13 @@
 //! gathered. On disks of the test's own, with agents of their own.
 
 use std::fs::File;
-use std::io::Write as _;
+use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use inotify::{Inotify, WatchMask};
 use overfence::upper::changes::Format;
 use overfence::upper::gather::gather;
 use overfence::upper::layer::{Captured, Source, Writers, capture};
@@ -127,9 +126,14 @@ fn noise(mib: u64) -> impl Iterator<Item = Vec<u8>> {
 }
 
 fn digest(path: &Path) -> Vec<u8> {
-    let mut hash = Sha256::new();
-    std::io::copy(&mut File::open(path).unwrap(), &mut hash).unwrap();
-    hash.finalize().to_vec()
+    let (mut file, mut hash, mut piece) =
+        (File::open(path).unwrap(), Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut piece).unwrap() {
+            0 => return hash.finalize().to_vec(),
+            n => hash.update(&piece[..n]),
+        }
+    }
 }
 
 /// Names of what happened to a session, in order.
@@ -167,36 +171,22 @@ fn runs_on(place: &Place, kind: &str) {
     let mut child = writer(session, REWRITES, &go);
     wait("the writer writes", || size(&log) > 0);
 
-    // It is told as soon as it is frozen: what it writes next, it writes right after the thaw.
-    let mut watch = Inotify::init().unwrap();
-    let events_file = path_of(session, "cgroup").join("cgroup.events");
-    watch.watches().add(&events_file, WatchMask::MODIFY).unwrap();
     let (from, begun) = (size(&log), Instant::now());
     let mut asked = host.verb(&["session", "checkpoint", &id]);
-    let asked = asked.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let _ = watch.read_events_blocking(&mut [0; 4096]).unwrap();
+    let mut asked = asked.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Told once it stands and is read: what it writes next, it writes right after the thaw.
+    wait("the upper is read", || !left(&host).is_empty());
     let stood = begun.elapsed();
     File::create(&go).unwrap();
-    let last = || {
-        let file = File::open(&log).unwrap();
-        let mut end = [0; 2];
-        let at = file.metadata().unwrap().len().saturating_sub(2);
-        file.read_exact_at(&mut end, at).map(|()| end)
-    };
-    let mut head = [1; 4096];
-    let mut asked = asked;
-    let mut seen = None;
+    let (mut head, mut rewritten) = ([1; 4096], None);
     let answered = loop {
         if let Some(status) = asked.try_wait().unwrap() {
             assert!(status.success(), "{}", host.log());
             break begun.elapsed();
         }
-        let changed = |head: &mut [u8]| {
-            File::open(upper.join("big")).unwrap().read_exact_at(head, 0).unwrap();
-            head.iter().all(|byte| *byte == 0)
-        };
-        if seen.is_none() && changed(&mut head) {
-            seen = Some((begun.elapsed(), size(&log)));
+        File::open(upper.join("big")).unwrap().read_exact_at(&mut head, 0).unwrap();
+        if rewritten.is_none() && head == [0; 4096] {
+            rewritten = Some(begun.elapsed());
         }
         std::thread::sleep(Duration::from_millis(1));
     };
@@ -204,7 +194,7 @@ fn runs_on(place: &Place, kind: &str) {
     let done: Value = serde_json::from_slice(&out.stdout).unwrap();
     let frozen = Duration::from_millis(done["frozen_ms"].as_u64().unwrap());
     eprintln!(
-        "{kind}: frozen for {frozen:?} after {stood:?}, written again after {seen:?}, answered after {answered:?}"
+        "{kind}: after {stood:?} frozen, for {frozen:?}; {rewritten:?} rewritten; {answered:?} answered"
     );
     assert_eq!(done["outcome"], "committed", "{done:#}");
     let happened = events(&host, &id);
@@ -214,10 +204,15 @@ fn runs_on(place: &Place, kind: &str) {
         assert!(place_of("captured") < place_of("thawed"), "{happened:?}");
     } else {
         assert!(frozen * 2 < answered, "frozen for {frozen:?} of {answered:?}");
-        assert!(seen.is_some(), "it did not run before the answer");
+        assert!(rewritten.is_some(), "it did not run before the answer");
         let order = ["frozen", "gathered", "thawed", "captured", "published"].map(place_of);
         assert!(order.is_sorted() && order[0].is_some(), "{happened:?}");
     }
+    let last = || {
+        let file = File::open(&log).unwrap();
+        let (mut end, at) = ([0; 2], file.metadata().unwrap().len() - 2);
+        file.read_exact_at(&mut end, at).map(|()| end)
+    };
     wait("it runs", || last().is_ok_and(|end| end == *b"y\n"));
     let to = size(&log);
     assert_eq!(left(&host), Vec::<String>::new());
@@ -427,7 +422,8 @@ fn killed(place: &Place) {
         assert!(host.start(Some(&format!("die={point}"))), "{}", host.log());
         let (id, session, mut child) = furnished(&host, &format!("w{n}"));
         let (code, _) = host.ask(&["session", "checkpoint", &id]);
-        assert!(code != 0 && host.dead(), "{point} was not passed: {code}");
+        assert_ne!(code, 0, "{point} was not passed");
+        wait(point, || host.dead());
         assert!(host.start(None), "{}", host.log());
         let view = host.until(&id, |view| view["work"].is_null());
         assert_eq!((&view["state"], &view["generation"]), (&"ACTIVE".into(), &1.into()), "{point}");

@@ -157,7 +157,7 @@ const REWRITES: &str = "while [ ! -e \"$go\" ]; do echo x >> log; done; echo y >
 
 fn runs_on(place: &Place, kind: &str) {
     let mut host = host_on(place, kind, 3 << 30, None);
-    let opened = host.open("w", &paced_ttl(120));
+    let opened = host.open("w", &paced_ttl(600));
     let (id, session) = (id_of(&opened), &opened["session"]);
     let (merged, upper) = (path_of(session, "merged"), path_of(session, "upper"));
     let mut hash = Sha256::new();
@@ -220,7 +220,7 @@ fn runs_on(place: &Place, kind: &str) {
     child.wait().unwrap();
 
     // What was published is what there was when it stood still.
-    let next = host.open("w", &paced_ttl(120));
+    let next = host.open("w", &paced_ttl(600));
     let merged = path_of(&next["session"], "merged");
     assert!(digest(&merged.join("big")) == before, "it is not the file that stood there");
     let log = std::fs::read(merged.join("log")).unwrap();

@@ -14,9 +14,10 @@ use std::path::Path;
 use oci_spec::image::{Descriptor, MediaType};
 use sha2::{Digest as _, Sha256};
 
+use super::blob::Hashed;
 use super::bundle::Reader;
 use super::changes::Format;
-use super::layer::{Captured, Hashed, Source, Writers, capture};
+use super::layer::{Captured, Source, Writers, capture};
 use super::store::LayerStore;
 use super::tarfmt::{Entry, Kind};
 use super::unpack::unpack_checked;

@@ -7,14 +7,15 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::io::{self, Write};
+use std::os::fd::BorrowedFd;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest as _, Sha256};
 
+use super::blob::{Hashed, Sink, read_back};
 use super::changes::{Change, Changes, Format, Kind, is_foreign_mark};
 use super::diff::Judge;
 use super::lowers::Lowers;
@@ -26,10 +27,12 @@ use crate::kernel::walk::{Dir, Info, stat_fd};
 use crate::model::head::Digest;
 use crate::model::view::Told;
 
-/// zstd's own default: about 400 MB/s, and a third of the size for source trees.
-const LEVEL: i32 = 3;
 /// First names of files with several are held until the last one was seen; bytes of them at most.
 const MAX_LINKED: usize = 256 << 20;
+/// Changes that the walk hands over together, and how often it may be so much ahead. A file is open
+/// for each.
+const TOGETHER: usize = 32;
+const AHEAD: usize = 4;
 
 /// What is captured.
 #[derive(Clone, Copy, Debug)]
@@ -111,11 +114,15 @@ pub fn capture(
     store: &LayerStore,
     stop: Stop<'_>,
 ) -> Result<Captured> {
-    capture_told(source, None, writers, store, stop)
+    captured(source, store, stop, |(changes, plain), tally, file| {
+        let judge = None;
+        pack_into(file, changes, |out| Pack { out, plain, writers, stop, judge, tally })
+    })
 }
 
 /// As [`capture`], for a bundle: each entry says what it is to `base`, the layers that the upper was
-/// mounted on. The layer is another one than without.
+/// mounted on. The layer is another one than without. It is read back from its file, whole, as it is
+/// written.
 pub fn capture_told(
     source: Source<'_>,
     base: Option<Lowers>,
@@ -123,18 +130,24 @@ pub fn capture_told(
     store: &LayerStore,
     stop: Stop<'_>,
 ) -> Result<Captured> {
+    captured(source, store, stop, |(changes, plain), tally, file| {
+        let judge = base.map(|base| Judge::new(base, stop));
+        read_back(file, stop, |file| {
+            pack_into(file, changes, |out| Pack { out, plain, writers, stop, judge, tally })
+        })
+    })
+}
+
+fn captured(
+    source: Source<'_>,
+    store: &LayerStore,
+    stop: Stop<'_>,
+    pack: impl FnOnce((Changes, bool), &mut Tally, &File) -> Result<LayerInfo>,
+) -> Result<Captured> {
     let begun = Instant::now();
-    let (changes, plain) = changes_of(source)?;
+    let changes = changes_of(source)?;
     let mut tally = Tally::default();
-    let judge = base.map(|base| Judge::new(base, stop));
-    let packed = store.add(|file| {
-        let mut sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
-        let out = Writer::new(&mut sink);
-        let mut pack = Pack { out, plain, writers, stop, judge, tally: &mut tally };
-        pack.all(changes)?;
-        pack.out.finish().at("write", path_of(b"the layer"))?;
-        sink.finish(tally.entries).at("write", path_of(b"the layer"))
-    });
+    let packed = store.add(|file| pack(changes, &mut tally, file));
     let info = packed.map_err(|error| if stop() { Error::Stopped } else { error })?;
     Ok(Captured {
         diff_id: info.diff_id,
@@ -147,6 +160,19 @@ pub fn capture_told(
         escaped: tally.escaped,
         took: begun.elapsed(),
     })
+}
+
+fn pack_into<'t, F: Write>(
+    file: F,
+    changes: Changes,
+    pack: impl FnOnce(Writer<Sink<F>>) -> Pack<'t, Sink<F>>,
+) -> Result<LayerInfo> {
+    let sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
+    let mut pack = pack(Writer::new(sink));
+    pack.all(changes)?;
+    let entries = pack.tally.entries;
+    let ended = pack.out.finish().and_then(|sink| sink.finish(entries));
+    ended.at("write", path_of(b"the layer"))
 }
 
 /// The name that a layer of `source` would have, whose writers may run; nothing is stored.
@@ -167,8 +193,8 @@ pub fn diff_id(source: Source<'_>, stop: Stop<'_>) -> Result<Digest> {
 
 fn changes_of(source: Source<'_>) -> Result<(Changes, bool)> {
     Ok(match source {
-        Source::Upper(fd, format) => (Changes::new(fd, format)?, false),
-        Source::Directory(fd) => (Changes::new(fd, Format::Trusted)?, true),
+        Source::Upper(fd, format) => (Changes::reading(fd, format)?, false),
+        Source::Directory(fd) => (Changes::reading(fd, Format::Trusted)?, true),
     })
 }
 
@@ -196,91 +222,161 @@ struct Linked {
     others: u32,
 }
 
+/// A change, as the walk met it.
+struct Met {
+    change: Change,
+    told: Option<Told>,
+    file: Option<File>,
+}
+
+/// Hands over the changes, some at a time, until nobody takes them any more.
+fn walk(
+    mut changes: Changes,
+    mut judge: Option<Judge<'_>>,
+    stop: Stop<'_>,
+    give: &SyncSender<Result<Vec<Met>>>,
+) {
+    loop {
+        let mut some = Vec::with_capacity(TOGETHER);
+        let met = loop {
+            let met = super::go_on(stop).and_then(|()| {
+                let Some(change) = changes.next().transpose()? else { return Ok(None) };
+                let told = told(&mut judge, &change, changes.here())?;
+                Ok(Some(Met { change, told, file: changes.file() }))
+            });
+            match met {
+                Ok(Some(met)) => some.push(met),
+                Ok(None) => break Ok(false),
+                Err(error) => break Err(error),
+            }
+            if some.len() == TOGETHER {
+                break Ok(true);
+            }
+        };
+        // What was met before an error comes before it.
+        if give.send(Ok(some)).is_err() {
+            return;
+        }
+        match met {
+            Ok(true) => {}
+            Ok(false) => return,
+            Err(error) => {
+                let _ = give.send(Err(error));
+                return;
+            }
+        }
+    }
+}
+
+/// What the change is to the base. A base that cannot be read keeps nobody's bytes from being
+/// saved: from there on nothing is told.
+fn told(judge: &mut Option<Judge<'_>>, change: &Change, here: &Dir) -> Result<Option<Told>> {
+    let Some(asked) = judge.as_mut().filter(|_| change.kind != Kind::Socket) else {
+        return Ok(None);
+    };
+    match asked.told(change, here) {
+        Ok(told) => Ok(Some(told)),
+        Err(Error::Stopped) => Err(Error::Stopped),
+        Err(_) => {
+            *judge = None;
+            Ok(None)
+        }
+    }
+}
+
 impl<W: Write> Pack<'_, W> {
-    fn all(&mut self, mut changes: Changes) -> Result<()> {
+    /// Packs all changes. A thread of its own goes ahead through the tree, since for small files that
+    /// takes as long as the rest.
+    fn all(&mut self, changes: Changes) -> Result<()> {
+        let (give, met) = sync_channel(AHEAD);
+        let (judge, stop) = (self.judge.take(), self.stop);
+        std::thread::scope(|scope| {
+            std::thread::Builder::new()
+                .name("walk".to_owned())
+                .spawn_scoped(scope, move || walk(changes, judge, stop, &give))
+                .at("start a thread for", path_of(b"the layer"))?;
+            self.met(met)
+        })
+    }
+
+    fn met(&mut self, met: Receiver<Result<Vec<Met>>>) -> Result<()> {
         // By device and inode.
         let mut linked = HashMap::<(u64, u64), Linked>::new();
         let mut held = 0;
-        while let Some(change) = changes.next().transpose()? {
-            super::go_on(self.stop)?;
-            self.check(&change)?;
-            let told = self.told(&change, changes.here())?;
-            let info = &change.info;
-            let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
-            let kind = match &change.kind {
-                Kind::Whiteout => {
-                    let meta = Meta { told, ..Meta::default() };
-                    self.entry(&change.path, &tarfmt::Kind::Whiteout, &meta)?;
-                    continue;
-                }
-                Kind::Socket => {
-                    self.tally.sockets += 1;
-                    continue;
-                }
-                Kind::Directory { .. } => tarfmt::Kind::Directory,
-                Kind::File => tarfmt::Kind::File { size: info.size },
-                Kind::Symlink(target) => tarfmt::Kind::Symlink { target: target.clone() },
-                Kind::Fifo => tarfmt::Kind::Fifo,
-                Kind::Device if info.kind == FileType::BlockDevice => {
-                    tarfmt::Kind::BlockDevice { major, minor }
-                }
-                Kind::Device => tarfmt::Kind::CharDevice { major, minor },
-            };
-            let meta = Meta { told, ..meta_of(&change) };
-            if info.nlink > 1 && kind != tarfmt::Kind::Directory {
-                let file = (info.dev, info.ino);
-                if let Some(known) = linked.get_mut(&file) {
-                    let link = tarfmt::Kind::HardLink { target: known.first.clone() };
-                    // All names of a file have one mode, owner, time and set of attributes.
-                    self.entry(&change.path, &link, &Meta { xattrs: Default::default(), ..meta })?;
-                    known.others = known.others.saturating_sub(1);
-                    if known.others == 0 {
-                        held -= known.first.len();
-                        linked.remove(&file);
+        for some in met {
+            for Met { change, told, file } in some? {
+                self.check(&change)?;
+                let info = &change.info;
+                let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
+                let kind = match &change.kind {
+                    Kind::Whiteout => {
+                        let meta = Meta { told, ..Meta::default() };
+                        self.entry(&change.path, &tarfmt::Kind::Whiteout, &meta)?;
+                        continue;
                     }
-                    continue;
-                }
-                held += change.path.len();
-                if held > MAX_LINKED {
-                    return Err(Error::NotPortable {
-                        path: Shown::bytes(&change.path),
-                        why: "the names of files with several names are longer than 256 MiB in \
+                    Kind::Socket => {
+                        self.tally.sockets += 1;
+                        continue;
+                    }
+                    Kind::Directory { .. } => tarfmt::Kind::Directory,
+                    Kind::File => tarfmt::Kind::File { size: info.size },
+                    Kind::Symlink(target) => tarfmt::Kind::Symlink { target: target.clone() },
+                    Kind::Fifo => tarfmt::Kind::Fifo,
+                    Kind::Device if info.kind == FileType::BlockDevice => {
+                        tarfmt::Kind::BlockDevice { major, minor }
+                    }
+                    Kind::Device => tarfmt::Kind::CharDevice { major, minor },
+                };
+                let meta = Meta { told, ..meta_of(&change) };
+                if info.nlink > 1 && kind != tarfmt::Kind::Directory {
+                    let file = (info.dev, info.ino);
+                    if let Some(known) = linked.get_mut(&file) {
+                        let link = tarfmt::Kind::HardLink { target: known.first.clone() };
+                        // All names of a file have one mode, owner, time and set of attributes.
+                        self.entry(
+                            &change.path,
+                            &link,
+                            &Meta { xattrs: Default::default(), ..meta },
+                        )?;
+                        known.others = known.others.saturating_sub(1);
+                        if known.others == 0 {
+                            held -= known.first.len();
+                            linked.remove(&file);
+                        }
+                        continue;
+                    }
+                    held += change.path.len();
+                    if held > MAX_LINKED {
+                        return Err(Error::NotPortable {
+                            path: Shown::bytes(&change.path),
+                            why:
+                                "the names of files with several names are longer than 256 MiB in \
                               all; remove some of those links"
-                            .to_owned(),
-                    });
+                                    .to_owned(),
+                        });
+                    }
+                    linked.insert(
+                        file,
+                        Linked { first: change.path.clone(), others: info.nlink - 1 },
+                    );
                 }
-                linked.insert(file, Linked { first: change.path.clone(), others: info.nlink - 1 });
-            }
-            match kind {
-                tarfmt::Kind::File { .. } => {
-                    let name = path_of(change.name()).as_os_str();
-                    let file = changes.here().open_file(name)?;
-                    self.file(&change, file, &meta)?;
+                match kind {
+                    tarfmt::Kind::File { .. } => {
+                        // It was opened when it was met.
+                        let Some(file) = file else {
+                            return Err(Error::Changed { path: Shown::bytes(&change.path) });
+                        };
+                        self.file(&change, &file, &meta)?;
+                    }
+                    other => self.entry(&change.path, &other, &meta)?,
                 }
-                other => self.entry(&change.path, &other, &meta)?,
-            }
-            if change.kind == (Kind::Directory { opaque: true }) {
-                // It says nothing but its name.
-                self.entry(&change.path, &tarfmt::Kind::Opaque, &Meta::default())?;
+                if change.kind == (Kind::Directory { opaque: true }) {
+                    // It says nothing but its name.
+                    self.entry(&change.path, &tarfmt::Kind::Opaque, &Meta::default())?;
+                }
             }
         }
         Ok(())
-    }
-
-    /// What the change is to the base. A base that cannot be read keeps nobody's bytes from being
-    /// saved: from there on nothing is told.
-    fn told(&mut self, change: &Change, here: &Dir) -> Result<Option<Told>> {
-        let Some(judge) = self.judge.as_mut().filter(|_| change.kind != Kind::Socket) else {
-            return Ok(None);
-        };
-        match judge.told(change, here) {
-            Ok(told) => Ok(Some(told)),
-            Err(Error::Stopped) => Err(Error::Stopped),
-            Err(_) => {
-                self.judge = None;
-                Ok(None)
-            }
-        }
     }
 
     fn check(&self, change: &Change) -> Result<()> {
@@ -319,12 +415,10 @@ impl<W: Write> Pack<'_, W> {
         self.out.entry(path, kind, meta).at("write", path_of(b"the layer"))
     }
 
-    fn file(&mut self, change: &Change, file: OwnedFd, meta: &Meta) -> Result<()> {
-        let file = File::from(file);
+    fn file(&mut self, change: &Change, file: &File, meta: &Meta) -> Result<()> {
         let path = path_of(&change.path);
-        let before = stat_fd(&file).at("stat", path)?;
         let size = change.info.size;
-        let runs = runs::of(&file, size, self.stop).at("read", path)?;
+        let runs = runs::of(file, size, self.stop).at("read", path)?;
         self.count(&change.path);
         match runs::is_whole(&runs, size) {
             true => self.out.entry(&change.path, &tarfmt::Kind::File { size }, meta),
@@ -334,14 +428,14 @@ impl<W: Write> Pack<'_, W> {
         let mut whole = true;
         for run in &runs {
             whole = whole
-                && copy_run(&file, *run, &mut self.out, self.stop)
+                && copy_run(file, *run, &mut self.out, self.stop)
                     .at("copy into the layer", path)?;
         }
-        // What is no run may have been cut off.
-        whole = whole && file.metadata().at("stat", path)?.len() >= size;
         self.out.pad().at("write", path_of(b"the layer"))?;
-        let after = stat_fd(&file).at("stat", path)?;
-        if !whole || before.ino != change.info.ino || before.dev != change.info.dev {
+        let after = stat_fd(file).at("stat", path)?;
+        // What is no run may have been cut off.
+        whole = whole && after.size >= size;
+        if !whole || after.ino != change.info.ino || after.dev != change.info.dev {
             return Err(Error::Changed { path: Shown::from(path) });
         }
         if stamp(&change.info) != stamp(&after) {
@@ -372,81 +466,6 @@ pub(super) fn meta_of(change: &Change) -> Meta {
     }
 }
 
-/// Hashes and counts what passes through.
-pub(super) struct Hashed<T> {
-    inner: T,
-    hash: Sha256,
-    count: u64,
-}
-
-impl<T> Hashed<T> {
-    pub(super) fn new(inner: T) -> Self {
-        Self { inner, hash: Sha256::new(), count: 0 }
-    }
-
-    fn note(&mut self, bytes: &[u8]) {
-        self.hash.update(bytes);
-        self.count += bytes.len() as u64;
-    }
-
-    /// What was inside, the digest of what passed, and how many bytes that was.
-    pub(super) fn finish(self) -> (T, Digest, u64) {
-        (self.inner, Digest(self.hash.finalize().into()), self.count)
-    }
-}
-
-impl<W: Write> Write for Hashed<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let n = self.inner.write(bytes)?;
-        self.note(&bytes[..n]);
-        Ok(n)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
-    }
-}
-
-impl<R: io::Read> io::Read for Hashed<R> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buffer)?;
-        self.note(&buffer[..n]);
-        Ok(n)
-    }
-}
-
-/// Takes tar bytes in, puts a compressed file out, digests both.
-pub(super) struct Sink<'f> {
-    inner: BufWriter<Hashed<zstd::Encoder<'static, Hashed<BufWriter<&'f File>>>>>,
-}
-
-impl<'f> Sink<'f> {
-    pub(super) fn new(file: &'f File) -> io::Result<Self> {
-        let blob = Hashed::new(BufWriter::with_capacity(1 << 16, file));
-        let tar = Hashed::new(zstd::Encoder::new(blob, LEVEL)?);
-        Ok(Self { inner: BufWriter::with_capacity(1 << 16, tar) })
-    }
-
-    /// Ends the file (not fsynced) and says what it is.
-    pub(super) fn finish(self, entries: u64) -> io::Result<LayerInfo> {
-        let tar = self.inner.into_inner().map_err(|e| e.into_error())?;
-        let (encoder, diff_id, size_uncompressed) = tar.finish();
-        let (mut file, blob_digest, size_compressed) = encoder.finish()?.finish();
-        file.flush()?;
-        Ok(LayerInfo { diff_id, blob_digest, size_uncompressed, size_compressed, entries })
-    }
-}
-
-impl Write for Sink<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.inner.write(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -466,7 +485,7 @@ mod tests {
         let out = Writer::new(io::sink());
         let stop = &|| false;
         let mut pack = Pack { out, plain: false, writers, stop, judge: None, tally: &mut tally };
-        let outcome = pack.file(&change, file, &meta_of(&change));
+        let outcome = pack.file(&change, &file.into(), &meta_of(&change));
         (outcome, tally)
     }
 

@@ -28,6 +28,7 @@
 //!
 //! Not carried by a layer: sockets (counted), inode flags such as immutable, access times.
 
+mod blob;
 pub mod bundle;
 pub mod changes;
 pub mod diff;
@@ -228,7 +229,7 @@ impl From<kernel::Error> for Error {
 }
 
 /// Asked now and then by long work; true when it is not wanted any more.
-pub type Stop<'a> = &'a dyn Fn() -> bool;
+pub type Stop<'a> = &'a (dyn Fn() -> bool + Sync);
 
 /// [`Error::Stopped`] once `stop` says so.
 fn go_on(stop: Stop<'_>) -> Result<()> {

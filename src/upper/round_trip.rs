@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 use std::path::Path;
+use std::sync::atomic::Ordering::SeqCst;
 
 use proptest::prelude::*;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, XattrFlags};
@@ -219,15 +220,9 @@ fn a_capture_that_is_not_wanted_any_more_ends_and_leaves_nothing() {
     std::os::unix::fs::FileExt::write_at(&file, &[7; 3 << 20], 0).unwrap();
     let fd = File::open(&case.source).unwrap();
     for asked in [0, 1, 5, 30, 60] {
-        let left = std::cell::Cell::new(asked);
+        let left = std::sync::atomic::AtomicU32::new(asked);
         // Once not wanted, never wanted again.
-        let stop = || match left.get() {
-            0 => true,
-            n => {
-                left.set(n - 1);
-                false
-            }
-        };
+        let stop = || left.fetch_update(SeqCst, SeqCst, |n| n.checked_sub(1)).is_err();
         let source = Source::Directory(fd.as_fd());
         let outcome = capture(source, Writers::Running, &case.store, &stop);
         assert!(matches!(outcome, Err(Error::Stopped)), "{asked}: {outcome:?}");

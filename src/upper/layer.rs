@@ -135,7 +135,7 @@ pub fn capture_told(
         pack.out.finish().at("write", path_of(b"the layer"))?;
         sink.finish(tally.entries).at("write", path_of(b"the layer"))
     });
-    let info = packed.map_err(|error| if stop() { Error::Stopped } else { error })?;
+    let info = packed.map_err(|error| if stop.over() { Error::Stopped } else { error })?;
     Ok(Captured {
         diff_id: info.diff_id,
         blob_digest: info.blob_digest,
@@ -204,6 +204,10 @@ impl<W: Write> Pack<'_, W> {
         while let Some(change) = changes.next().transpose()? {
             super::go_on(self.stop)?;
             self.check(&change)?;
+            // In the measure of `size`, so that what that found is the end of it.
+            let own = u64::from(!change.path.is_empty());
+            let on_disk = change.info.blocks * 512 * own;
+            self.stop.did(0, own);
             let told = self.told(&change, changes.here())?;
             let info = &change.info;
             let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
@@ -238,6 +242,7 @@ impl<W: Write> Pack<'_, W> {
                         held -= known.first.len();
                         linked.remove(&file);
                     }
+                    self.stop.did(on_disk, 0);
                     continue;
                 }
                 held += change.path.len();
@@ -257,7 +262,10 @@ impl<W: Write> Pack<'_, W> {
                     let file = changes.here().open_file(name)?;
                     self.file(&change, file, &meta)?;
                 }
-                other => self.entry(&change.path, &other, &meta)?,
+                other => {
+                    self.entry(&change.path, &other, &meta)?;
+                    self.stop.did(on_disk, 0);
+                }
             }
             if change.kind == (Kind::Directory { opaque: true }) {
                 // It says nothing but its name.
@@ -337,6 +345,9 @@ impl<W: Write> Pack<'_, W> {
                 && copy_run(&file, *run, &mut self.out, self.stop)
                     .at("copy into the layer", path)?;
         }
+        // Its bytes were counted as they passed; what they take on disk besides is a few.
+        let read: u64 = runs.iter().map(|run| run.len).sum();
+        self.stop.did((change.info.blocks * 512).saturating_sub(read), 0);
         // What is no run may have been cut off.
         whole = whole && file.metadata().at("stat", path)?.len() >= size;
         self.out.pad().at("write", path_of(b"the layer"))?;

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::Value;
 
 use crate::agent_process::{Host, id_of, path_of};
@@ -26,7 +28,12 @@ pub fn tests() -> Vec<Test> {
 const WIPE: &str = "\r\x1b[K";
 
 /// A command whose standard error is a terminal of 100 columns: its answer, and the screen's bytes.
-fn on_terminal(mut command: Command) -> (Output, String) {
+fn on_terminal(command: Command) -> (Output, String) {
+    on_terminal_beside(command, |_| ())
+}
+
+/// The same, with something done `beside` it, which is told its process id.
+fn on_terminal_beside(mut command: Command, beside: impl FnOnce(Pid)) -> (Output, String) {
     let size = nix::pty::Winsize { ws_row: 24, ws_col: 100, ws_xpixel: 0, ws_ypixel: 0 };
     let terminal = nix::pty::openpty(Some(&size), None).unwrap();
     let mut screen = std::fs::File::from(terminal.master);
@@ -42,6 +49,7 @@ fn on_terminal(mut command: Command) -> (Output, String) {
         }
         String::from_utf8(seen).unwrap()
     });
+    beside(Pid::from_raw(child.id().try_into().unwrap()));
     let output = child.wait_with_output().unwrap();
     (output, reader.join().unwrap())
 }
@@ -197,6 +205,8 @@ fn export_and_removal(place: &Place) {
     let told = lines(&screen);
     assert!(told.iter().any(|line| line.starts_with(whole)), "{told:?}");
 
+    verified(&host, bundle.to_str().unwrap());
+
     // The other agent stalls where nothing is removed yet.
     host.stop();
     assert!(host.start(Some("stall=upper.remove.before")), "{}", host.log());
@@ -214,6 +224,30 @@ fn export_and_removal(place: &Place) {
     assert!(after.contains(none) && after.contains(", 0 of 5 entries, "), "{screen}");
     assert!(after.ends_with(WIPE), "it was not wiped: {screen:?}");
     host.stop();
+}
+
+/// Who verifies a bundle needs no agent: it is held up while it reads.
+fn verified(host: &Host, bundle: &str) {
+    let reads = |pid: Pid| {
+        let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let mut files = fds.filter_map(|fd| std::fs::metadata(fd.path()).ok());
+        files.any(|file| file.is_file() && file.len() > BIG && file.len() < 2 * BIG)
+    };
+    let (output, screen) = on_terminal_beside(verb(host, &["bundle", "verify", bundle]), |pid| {
+        let begun = Instant::now();
+        while !reads(pid) {
+            assert!(begun.elapsed() < Duration::from_secs(20), "it never read the layer");
+        }
+        kill(pid, Signal::SIGSTOP).unwrap();
+        std::thread::sleep(Duration::from_millis(1200));
+        kill(pid, Signal::SIGCONT).unwrap();
+    });
+    assert!(output.status.success(), "{screen}");
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(answer["verified"], true);
+    let told = lines(&screen);
+    assert!(told[0].starts_with("verifying the bundle  [") && told[0].contains("%  "), "{told:?}");
+    assert!(told[0].contains(" of 16 MiB, "), "{told:?}");
 }
 
 fn apply(place: &Place) {

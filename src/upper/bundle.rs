@@ -555,6 +555,7 @@ mod tests {
     use super::super::round_trip::capture_dir;
     use super::*;
     use crate::model::ids::Version;
+    use crate::progress::{Amount, Counted, Progress};
 
     struct Case {
         tmp: tempfile::TempDir,
@@ -620,6 +621,22 @@ mod tests {
             .filter(|n| n.to_string_lossy().starts_with('.'))
             .collect();
         assert!(names.is_empty(), "left behind: {names:?}");
+    }
+
+    #[test]
+    fn what_is_written_and_read_is_counted_to_its_end() {
+        let case = case();
+        let dest = case.tmp.path().join("bundle");
+        let (written, read) = (Progress::default(), Progress::default());
+        let counted = |progress| Counted { stop: || false, progress };
+        let (owner, told) = (Readers::Owner, provenance());
+        let made =
+            export(&case.store, case.layer, &told, &dest, owner, &counted(&written)).unwrap();
+        verify(&dest, &counted(&read)).unwrap();
+        let whole = Amount { bytes: made.layer.size_compressed, entries: 0 };
+        assert_eq!([written.done(), read.done()], [whole, whole]);
+        let stopped = verify(&dest, &|| true);
+        assert!(matches!(stopped, Err(Error::Stopped)), "{stopped:?}");
     }
 
     #[test]

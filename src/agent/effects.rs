@@ -25,6 +25,7 @@ use crate::model::lease::LeaseState;
 use crate::model::session::{Disposition, Loss, Session, State};
 use crate::model::step::{Effect, Event, Published, Purpose};
 use crate::model::workspace::{KeyState, Publish, Refusal, Seen};
+use crate::progress::{Amount, Counted, What};
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Captured, Source, Writers};
 use crate::upper::lowers::Lowers;
@@ -351,7 +352,14 @@ impl Host {
             slot.lock().capture_code = Some(Code::UpperRefused);
             return Ok(vec![Event::CaptureRefused { key, why }]);
         }
-        let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
+        let captured = self.showing(slot, What::Capture, slot.measured(), |progress| {
+            let stop = Counted { stop, progress };
+            let captured = capture_upper(&self.layers, &slot.dirs.upper, own, &stop);
+            if captured.is_ok() {
+                slot.lock().captured = Some(progress.done());
+            }
+            captured
+        });
         slot.lock().capture_code = captured.as_ref().err().map(crate::upper::Error::code);
         let layer = match captured {
             Ok(captured) => captured.map(|c| c.diff_id),
@@ -529,8 +537,13 @@ impl Host {
             return Err("the superblock is not proved gone".to_owned());
         };
         self.put_image_away(slot)?;
-        let removed =
-            remove::remove(&self.paths.sessions, &gone, &self.paths.trash).map_err(text)?;
+        // An image is one file, whatever is in it.
+        let image = slot.dirs.image.is_some();
+        let total = if image { Amount::default() } else { slot.measured() };
+        let removed = self.showing(slot, What::Remove, total, |progress| {
+            remove::remove(&self.paths.sessions, &gone, &self.paths.trash, progress)
+        });
+        let removed = removed.map_err(text)?;
         self.vacate(slot)?;
         Ok(vec![Event::Removed { bytes: removed.bytes, entries: removed.entries }])
     }

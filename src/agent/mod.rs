@@ -49,6 +49,7 @@ mod slot;
 mod start;
 mod sweep;
 mod tell;
+mod under_way;
 mod users;
 mod view;
 mod watch;

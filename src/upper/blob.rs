@@ -11,7 +11,7 @@ use zstd::zstd_safe::CParameter;
 
 use super::store::LayerInfo;
 use super::tarfmt::Entries;
-use super::{At as _, Error, Result, Stop, Stoppable, path_of};
+use super::{At as _, Error, Result, Stop, go_on, path_of};
 use crate::kernel;
 use crate::model::head::Digest;
 
@@ -169,11 +169,10 @@ pub(super) fn read_back<'f>(
     let again = File::from(kernel::reopen(file, flags).at("open again", at)?);
     let length = Length::default();
     std::thread::scope(|scope| {
-        let follower = Follower { file: again, at: 0, length: &length };
+        let follower = Follower { file: again, at: 0, length: &length, stop };
         let reader = std::thread::Builder::new()
             .name("read back".to_owned())
             .spawn_scoped(scope, move || {
-                let follower = Stoppable { inner: follower, stop };
                 read_any(follower, u64::MAX - 1, u64::MAX - 1, check_entries)
             })
             .at("start a thread for", at)?;
@@ -235,10 +234,12 @@ struct Follower<'l> {
     file: File,
     at: u64,
     length: &'l Length,
+    stop: Stop<'l>,
 }
 
 impl Read for Follower<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        go_on(self.stop).map_err(io::Error::other)?;
         let mut now = self.length.lock();
         while now.bytes == self.at && !now.over {
             now = self.length.more.wait(now).unwrap_or_else(PoisonError::into_inner);

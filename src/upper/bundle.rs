@@ -152,7 +152,7 @@ pub fn export(
     std::fs::DirBuilder::new().mode(readers.dirs()).create(&partial).at("make", &partial)?;
     let copied = write(store, &info, provenance, &partial, readers, stop);
     let written =
-        copied.map_err(|error| if stop() { Error::Stopped } else { error }).and_then(|()| {
+        copied.map_err(|error| if stop.over() { Error::Stopped } else { error }).and_then(|()| {
             failpoint::fails("upper.bundle.rename.before").at("rename into place", dest)?;
             match rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE) {
                 Err(Errno::EXIST) => Err(Error::Exists { path: Shown::from(dest) }),
@@ -464,12 +464,14 @@ pub fn inspect(path: &Path) -> Result<Bundle> {
     Reader::open(path)?.bundle()
 }
 
-/// Reads a bundle whole: all digests and sizes, and each entry of the layer. Needs neither agent
-/// nor root.
-pub fn verify(path: &Path) -> Result<Bundle> {
+/// Reads a bundle whole: all digests and sizes, and each entry of the layer; counts the bytes of its
+/// compressed layer. Needs neither agent nor root.
+pub fn verify(path: &Path, stop: Stop<'_>) -> Result<Bundle> {
     let reader = Reader::open(path)?;
     let bundle = reader.bundle()?;
-    read_blob(reader.layer(&bundle.layer)?, &bundle.layer, check_entries)?;
+    let layer = Stoppable { inner: reader.layer(&bundle.layer)?, stop };
+    read_blob(layer, &bundle.layer, check_entries)
+        .map_err(|error| if stop.over() { Error::Stopped } else { error })?;
     Ok(bundle)
 }
 
@@ -480,7 +482,7 @@ pub fn unpack_into(path: &Path, upper: BorrowedFd<'_>, stop: Stop<'_>) -> Result
     let bundle = reader.bundle()?;
     let layer = Stoppable { inner: reader.layer(&bundle.layer)?, stop };
     let outcome = read_blob(layer, &bundle.layer, |tar| unpack(tar, upper));
-    outcome.map_err(|error| if stop() { Error::Stopped } else { error })?;
+    outcome.map_err(|error| if stop.over() { Error::Stopped } else { error })?;
     Ok(bundle)
 }
 
@@ -562,6 +564,7 @@ mod tests {
     use super::super::round_trip::capture_dir;
     use super::*;
     use crate::model::ids::Version;
+    use crate::progress::{Amount, Counted, Progress};
 
     struct Case {
         tmp: tempfile::TempDir,
@@ -614,7 +617,7 @@ mod tests {
         let dest = case.tmp.path().join("bundle");
         let made = export_to(&case.store, case.layer, &provenance(), &dest).unwrap();
         assert_eq!(inspect(&dest).unwrap(), made);
-        assert_eq!(verify(&dest).unwrap(), made);
+        assert_eq!(verify(&dest, &|| false).unwrap(), made);
         assert_eq!(made.provenance, provenance());
         let other = LayerStore::open(&case.tmp.path().join("other")).unwrap();
         import(&dest, &other).unwrap();
@@ -627,6 +630,22 @@ mod tests {
             .filter(|n| n.to_string_lossy().starts_with('.'))
             .collect();
         assert!(names.is_empty(), "left behind: {names:?}");
+    }
+
+    #[test]
+    fn what_is_written_and_read_is_counted_to_its_end() {
+        let case = case();
+        let dest = case.tmp.path().join("bundle");
+        let (written, read) = (Progress::default(), Progress::default());
+        let counted = |progress| Counted { stop: || false, progress };
+        let (owner, told) = (Readers::Owner, provenance());
+        let made =
+            export(&case.store, case.layer, &told, &dest, owner, &counted(&written)).unwrap();
+        verify(&dest, &counted(&read)).unwrap();
+        let whole = Amount { bytes: made.layer.size_compressed, entries: 0 };
+        assert_eq!([written.done(), read.done()], [whole, whole]);
+        let stopped = verify(&dest, &|| true);
+        assert!(matches!(stopped, Err(Error::Stopped)), "{stopped:?}");
     }
 
     #[test]
@@ -643,17 +662,17 @@ mod tests {
                 let mut bad = good.clone();
                 bad[at] ^= 0x20;
                 std::fs::write(&path, bad).unwrap();
-                assert!(verify(&dest).is_err(), "byte {at} of {}", path.display());
+                assert!(verify(&dest, &|| false).is_err(), "byte {at} of {}", path.display());
                 tried += 1;
             }
             std::fs::write(&path, [&good[..], b" "].concat()).unwrap();
-            assert!(verify(&dest).is_err(), "a byte more in {}", path.display());
+            assert!(verify(&dest, &|| false).is_err(), "a byte more in {}", path.display());
             std::fs::write(&path, &good[..good.len() - 1]).unwrap();
-            assert!(verify(&dest).is_err(), "a byte less in {}", path.display());
+            assert!(verify(&dest, &|| false).is_err(), "a byte less in {}", path.display());
             std::fs::write(&path, good).unwrap();
         }
         assert!(tried > 1000, "only {tried} bytes");
-        assert_eq!(verify(&dest).unwrap(), made);
+        assert_eq!(verify(&dest, &|| false).unwrap(), made);
     }
 
     #[test]
@@ -665,11 +684,11 @@ mod tests {
         let away = case.tmp.path().join("away");
         std::fs::rename(&blob, &away).unwrap();
         std::os::unix::fs::symlink(&away, &blob).unwrap();
-        assert!(verify(&dest).is_err(), "a symlink was followed");
+        assert!(verify(&dest, &|| false).is_err(), "a symlink was followed");
         std::fs::remove_file(&blob).unwrap();
-        assert!(verify(&dest).is_err(), "the layer is missing");
+        assert!(verify(&dest, &|| false).is_err(), "the layer is missing");
         std::fs::rename(&away, &blob).unwrap();
-        verify(&dest).unwrap();
+        verify(&dest, &|| false).unwrap();
         let index = dest.join("index.json");
         let good = std::fs::read(&index).unwrap();
         let long = [&good[..], &vec![b' '; MAX_JSON as usize][..]].concat();

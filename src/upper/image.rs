@@ -103,7 +103,7 @@ fn one(
     // The first error is the one to tell; what stays is taken away by the sweep at start.
     let _ = remove::remove_tree(&scratch);
     failpoint::hit("upper.image.after");
-    outcome.map_err(|error| if stop() { Error::Stopped } else { error })
+    outcome.map_err(|error| if stop.over() { Error::Stopped } else { error })
 }
 
 /// Reads the compressed file once for its digest: nothing is unpacked from another file.

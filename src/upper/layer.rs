@@ -148,7 +148,7 @@ fn captured(
     let changes = changes_of(source)?;
     let mut tally = Tally::default();
     let packed = store.add(|file| pack(changes, &mut tally, file));
-    let info = packed.map_err(|error| if stop() { Error::Stopped } else { error })?;
+    let info = packed.map_err(|error| if stop.over() { Error::Stopped } else { error })?;
     Ok(Captured {
         diff_id: info.diff_id,
         blob_digest: info.blob_digest,
@@ -306,6 +306,10 @@ impl<W: Write> Pack<'_, W> {
         for some in met {
             for Met { change, told, file } in some? {
                 self.check(&change)?;
+                // In the measure of `size`, so that what that found is the end of it.
+                let own = u64::from(!change.path.is_empty());
+                let on_disk = change.info.blocks * 512 * own;
+                self.stop.did(0, own);
                 let info = &change.info;
                 let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
                 let kind = match &change.kind {
@@ -343,6 +347,7 @@ impl<W: Write> Pack<'_, W> {
                             held -= known.first.len();
                             linked.remove(&file);
                         }
+                        self.stop.did(on_disk, 0);
                         continue;
                     }
                     held += change.path.len();
@@ -368,7 +373,10 @@ impl<W: Write> Pack<'_, W> {
                         };
                         self.file(&change, &file, &meta)?;
                     }
-                    other => self.entry(&change.path, &other, &meta)?,
+                    other => {
+                        self.entry(&change.path, &other, &meta)?;
+                        self.stop.did(on_disk, 0);
+                    }
                 }
                 if change.kind == (Kind::Directory { opaque: true }) {
                     // It says nothing but its name.
@@ -431,6 +439,9 @@ impl<W: Write> Pack<'_, W> {
                 && copy_run(file, *run, &mut self.out, self.stop)
                     .at("copy into the layer", path)?;
         }
+        // Its bytes were counted as they passed; what they take on disk besides is a few.
+        let read: u64 = runs.iter().map(|run| run.len).sum();
+        self.stop.did((change.info.blocks * 512).saturating_sub(read), 0);
         self.out.pad().at("write", path_of(b"the layer"))?;
         let after = stat_fd(file).at("stat", path)?;
         // What is no run may have been cut off.

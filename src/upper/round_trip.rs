@@ -431,3 +431,32 @@ proptest! {
         prop_assert_eq!(capture_dir(&tree, &case.store).unwrap().diff_id, first.diff_id);
     }
 }
+
+#[test]
+fn a_capture_counts_what_size_finds() {
+    let tmp = tempfile::tempdir().unwrap();
+    let (top, store) = (tmp.path().join("upper"), tmp.path().join("layers"));
+    std::fs::create_dir_all(top.join("d/e")).unwrap();
+    std::fs::write(top.join("d/small"), b"x").unwrap();
+    std::fs::write(top.join("d/large"), vec![7; 3_000_000]).unwrap();
+    std::fs::hard_link(top.join("d/large"), top.join("d/e/again")).unwrap();
+    std::os::unix::fs::symlink("d", top.join("link")).unwrap();
+    // Of a hole nothing is on the disk.
+    let sparse = File::create(top.join("sparse")).unwrap();
+    sparse.set_len(1 << 30).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&sparse, &[7; 100_000], 1 << 20).unwrap();
+    let dir = File::open(&top).unwrap();
+    // What is not written out yet may not have its blocks.
+    rustix::fs::syncfs(&dir).unwrap();
+    let (bytes, entries) = super::size::size(&top).unwrap();
+    let progress = crate::progress::Progress::default();
+    let counted = crate::progress::Counted { stop: || false, progress: &progress };
+    let store = LayerStore::open(&store).unwrap();
+    let source = Source::Directory(dir.as_fd());
+    capture(source, Writers::Running, &store, &counted).unwrap();
+    let done = progress.done();
+    assert_eq!(done.entries, entries);
+    // A run begins and ends at grains that the disk does not know.
+    assert!(done.bytes.abs_diff(bytes) <= 2 * 65536, "{done:?}, and there are {bytes}");
+    assert!(bytes > 6_000_000, "{bytes}");
+}

@@ -118,6 +118,7 @@ pub(super) fn copy_run(
             Ok(got) => {
                 out.write_all(&buffer[..got])?;
                 done += got as u64;
+                stop.did(got as u64, 0);
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(e),

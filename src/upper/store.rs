@@ -314,7 +314,7 @@ impl LayerStore {
             let (from, mut to) = (File::open(&path).at("open", &path)?, file);
             // By pieces, between which somebody may want it to end.
             while std::io::copy(&mut (&from).take(PIECE), &mut to).at("copy", &path)? > 0 {
-                if stop() {
+                if stop.over() {
                     return Err(Error::Stopped);
                 }
             }
@@ -339,7 +339,7 @@ impl LayerStore {
         let path = self.blob_path(info.diff_id);
         let blob = File::open(&path).at("open", &path)?;
         let read = read_blob(Stoppable { inner: blob, stop }, info, check_entries);
-        read.map_err(|error| if stop() { Error::Stopped } else { error })
+        read.map_err(|error| if stop.over() { Error::Stopped } else { error })
     }
 
     /// Unpacks a layer into an empty directory, which becomes an upper.
@@ -352,7 +352,7 @@ impl LayerStore {
         let (info, path) = (self.info(diff_id)?, self.blob_path(diff_id));
         let blob = Stoppable { inner: File::open(&path).at("open", &path)?, stop };
         read_blob(blob, &info, |tar| unpack(tar, upper))
-            .map_err(|error| if stop() { Error::Stopped } else { error })
+            .map_err(|error| if stop.over() { Error::Stopped } else { error })
     }
 
     /// Makes the tree of a layer if it is not complete, and returns its path. The content is
@@ -431,7 +431,7 @@ impl LayerStore {
         }
         let tree = Dir::open(&dir.join(TREE))?;
         let found = layer::diff_id(Source::Upper(tree.as_fd(), Format::Trusted), stop)
-            .map_err(|error| if stop() { Error::Stopped } else { error })?;
+            .map_err(|error| if stop.over() { Error::Stopped } else { error })?;
         match found == diff_id {
             true => Ok(true),
             false => Err(Error::Corrupt {

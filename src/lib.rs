@@ -21,6 +21,7 @@ mod golden;
 pub mod keeper;
 pub mod kernel;
 pub mod model;
+pub mod progress;
 pub mod store;
 pub mod upper;
 pub mod workload;

@@ -230,7 +230,7 @@ fn lawful(place: &Place) {
         agent.fence(&ROOT, id, fence).await.unwrap();
         let made = agent.export(&ROOT, id, bundle()).await.unwrap();
         let path = made.path.path().unwrap();
-        let bundle = overfence::upper::bundle::verify(&path).unwrap();
+        let bundle = overfence::upper::bundle::verify(&path, &|| false).unwrap();
         let listed = [".wh.new".to_owned(), ".overfence-escaped.wh.new".to_owned()];
         assert_eq!(bundle.provenance.escaped.first, [listed]);
     });
@@ -376,7 +376,7 @@ fn deep(place: &Place) {
         let fence = serde_json::from_value(serde_json::json!({ "wait_ms": 60_000 })).unwrap();
         agent.fence(&ROOT, id, fence).await.unwrap();
         let exported = agent.export(&ROOT, id, bundle()).await.unwrap();
-        overfence::upper::bundle::verify(&exported.path.path().unwrap()).unwrap();
+        overfence::upper::bundle::verify(&exported.path.path().unwrap(), &|| false).unwrap();
         agent.discard(&ROOT, id).await.unwrap();
         // The published tree is unpacked and mounted for the next one.
         let next = agent.open(&ROOT, rig::wish("w", "ann", 60_000)).await.unwrap();

@@ -40,6 +40,7 @@ mod needs;
 mod openapi;
 mod outside;
 mod package;
+mod progress;
 mod races;
 mod rebase;
 mod reflink;
@@ -96,6 +97,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("gate", gate::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
+        ("progress", progress::tests()),
         ("image", image::tests()),
         ("full_disk", full_disk::tests()),
         ("writers", writers::tests()),

@@ -178,7 +178,7 @@ fn runs_on(place: &Place, kind: &str) {
     wait("the upper is read", || !left(&host).is_empty());
     let stood = begun.elapsed();
     File::create(&go).unwrap();
-    let (mut head, mut rewritten) = ([1; 4096], None);
+    let (mut head, mut rewritten, mut shown) = ([1; 4096], None, None);
     let answered = loop {
         if let Some(status) = asked.try_wait().unwrap() {
             assert!(status.success(), "{}", host.log());
@@ -187,6 +187,10 @@ fn runs_on(place: &Place, kind: &str) {
         File::open(upper.join("big")).unwrap().read_exact_at(&mut head, 0).unwrap();
         if rewritten.is_none() && head == [0; 4096] {
             rewritten = Some(begun.elapsed());
+        }
+        if rewritten.is_some() && shown.is_none() {
+            let progress = host.must(&["session", "inspect", &id])["progress"].clone();
+            shown = Some(progress).filter(|progress| progress["what"] == "pack");
         }
         std::thread::sleep(Duration::from_millis(1));
     };
@@ -205,6 +209,9 @@ fn runs_on(place: &Place, kind: &str) {
     } else {
         assert!(frozen * 2 < answered, "frozen for {frozen:?} of {answered:?}");
         assert!(rewritten.is_some(), "it did not run before the answer");
+        let shown = shown.expect("how far it is was never shown");
+        let total = shown["total_bytes"].as_u64().unwrap();
+        assert!(total >= MIB << 20 && shown["bytes"].as_u64().unwrap() <= total, "{shown}");
         let order = ["frozen", "gathered", "thawed", "captured", "published"].map(place_of);
         assert!(order.is_sorted() && order[0].is_some(), "{happened:?}");
     }

@@ -25,6 +25,7 @@ use crate::model::lease::LeaseState;
 use crate::model::session::{Disposition, Loss, Session, State};
 use crate::model::step::{Effect, Event, Published, Purpose};
 use crate::model::workspace::{KeyState, Publish, Refusal, Seen};
+use crate::progress::{Amount, Counted, What};
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Captured, Source, Writers};
 use crate::upper::lowers::Lowers;
@@ -352,12 +353,19 @@ impl Host {
             slot.lock().capture_code = Some(Code::UpperRefused);
             return Ok(vec![Event::CaptureRefused { key, why }]);
         }
-        let taken = match self.gather(slot, s, key, own, &stop) {
-            Ok(true) => Ok(Event::Gathered { key }),
-            Ok(false) => capture_upper(&self.layers, &slot.dirs.upper, own, &stop)
-                .map(|captured| Event::Captured { key, layer: captured.map(|c| c.diff_id) }),
-            Err(fault) => Err(fault),
-        };
+        let taken = self.showing(slot, What::Capture, slot.measured(), |progress| {
+            let stop = Counted { stop, progress };
+            let taken = match self.gather(slot, s, key, own, &stop) {
+                Ok(true) => Ok(Event::Gathered { key }),
+                Ok(false) => capture_upper(&self.layers, &slot.dirs.upper, own, &stop)
+                    .map(|captured| Event::Captured { key, layer: captured.map(|c| c.diff_id) }),
+                Err(fault) => Err(fault),
+            };
+            if taken.is_ok() {
+                slot.lock().captured = Some(progress.done());
+            }
+            taken
+        });
         slot.lock().capture_code = taken.as_ref().err().map(crate::upper::Error::code);
         let taken = match taken {
             Ok(taken) => taken,
@@ -537,8 +545,13 @@ impl Host {
             return Err("the superblock is not proved gone".to_owned());
         };
         self.put_image_away(slot)?;
-        let removed =
-            remove::remove(&self.paths.sessions, &gone, &self.paths.trash).map_err(text)?;
+        // An image is one file, whatever is in it.
+        let image = slot.dirs.image.is_some();
+        let total = if image { Amount::default() } else { slot.measured() };
+        let removed = self.showing(slot, What::Remove, total, |progress| {
+            remove::remove(&self.paths.sessions, &gone, &self.paths.trash, progress)
+        });
+        let removed = removed.map_err(text)?;
         self.vacate(slot)?;
         Ok(vec![Event::Removed { bytes: removed.bytes, entries: removed.entries }])
     }

@@ -10,6 +10,7 @@ use crate::kernel::walk::Dir;
 use crate::model::ids::PublicationKey;
 use crate::model::session::{Session, State};
 use crate::model::step::Event;
+use crate::progress::{Amount, Counted, What};
 use crate::upper::changes::{self, Format};
 use crate::upper::gather::{self, gather};
 use crate::upper::layer::{Source, Writers};
@@ -47,7 +48,10 @@ impl Host {
             return Err("what was gathered is not there any more: ask for it again".to_owned());
         };
         let stop = || self.stopping() || !slot.lock().session.packs(key);
-        let packed = gathered.pack(&self.layers, &stop);
+        let total = Amount { bytes: gathered.bytes(), entries: 0 };
+        let packed = self.showing(slot, What::Pack, total, |progress| {
+            gathered.pack(&self.layers, &Counted { stop, progress })
+        });
         slot.lock().capture_code = packed.as_ref().err().map(Error::code);
         match packed {
             Ok(layer) => Ok(vec![Event::Captured { key, layer: Some(layer.diff_id) }]),

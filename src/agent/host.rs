@@ -85,6 +85,8 @@ pub struct Host {
     pub pulse: Pulse,
     /// Whether killing and deleting stop.
     pub(super) breaker: super::breaker::Shared,
+    /// Long work that is under way.
+    pub(super) under_way: super::under_way::UnderWay,
     /// Where blocking work is run.
     pub runtime: tokio::runtime::Handle,
     pub(super) sockets: tokio::sync::mpsc::UnboundedSender<SessionSocket>,
@@ -172,6 +174,7 @@ impl Host {
             metrics: Metrics::new(),
             pulse: Pulse::default(),
             breaker: super::breaker::Shared::default(),
+            under_way: super::under_way::UnderWay::default(),
             runtime,
             sockets,
             state: Mutex::default(),

@@ -348,7 +348,7 @@ pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) {
             && s.facts.has(Fact::ReadOnly)
             // Then an image is mounted for those alone who read it.
             && !(slot.dirs.image.is_some() && s.facts.has(Fact::Gone))
-            && inner.sealing.is_none()
+            && host.under_way.sealing(slot.id).is_none()
             && s.seal == s.facts.has(Fact::Sealed);
         if !stopped {
             return;
@@ -363,7 +363,8 @@ pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) {
     let still = || {
         let inner = slot.lock();
         let s = &inner.session;
-        fenced(s) && (s.generation, s.seal) == state && inner.sealing.is_none()
+        let sealing = host.under_way.sealing(slot.id).is_some();
+        fenced(s) && (s.generation, s.seal) == state && !sealing
     };
     let stop = || host.stopping() || !still();
     let top = &slot.dirs.upper;

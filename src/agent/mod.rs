@@ -50,6 +50,7 @@ mod slot;
 mod start;
 mod sweep;
 mod tell;
+mod under_way;
 mod users;
 mod view;
 mod watch;

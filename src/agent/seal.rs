@@ -5,11 +5,12 @@ use std::sync::Arc;
 use super::effects::{Answered, Try, text};
 use super::host::Host;
 use super::slot::Slot;
-use crate::kernel::seal::{self, Place, Progress, Stuck};
+use crate::kernel::seal::{self, Place, Stuck};
 use crate::kernel::{clock, overlay};
 use crate::model::facts::{Fact, Proof};
 use crate::model::session::Session;
 use crate::model::step::Event;
+use crate::progress::{Amount, What};
 
 impl Host {
     /// What is not on the disk yet is written out first, all at once and in its turn: the flag
@@ -24,7 +25,9 @@ impl Host {
             let now = slot.lock();
             self.stopping() || now.session.state != s.state || now.session.fence != s.fence
         };
-        let sealed = showing(slot, "seal", |progress| seal::seal(&place, progress, &stop));
+        // How much there is its own record says.
+        let unknown = Amount::default();
+        let sealed = self.showing(slot, What::Seal, unknown, |p| seal::seal(&place, p, &stop));
         Ok(sealed.map_err(text)?.map(|proof| Event::Sealed { proof }).into_iter().collect())
     }
 
@@ -36,7 +39,8 @@ impl Host {
         let begun = clock::now();
         let place = Place::of(&slot.dirs.root, &slot.dirs.upper);
         let stop = || self.stopping() || !slot.lock().session.holds_lease();
-        let done = showing(slot, "unseal", |progress| seal::unseal(&place, progress, &stop));
+        let unknown = Amount::default();
+        let done = self.showing(slot, What::Unseal, unknown, |p| seal::unseal(&place, p, &stop));
         let Some(cleared) = done.map_err(text)? else { return Ok(vec![]) };
         // A remount drops what nobody uses: twice, since somebody may have used it just then.
         let mut left = Stuck::default();
@@ -63,15 +67,6 @@ impl Host {
         };
         Ok(vec![Event::Unsealed { proof }])
     }
-}
-
-/// Runs one of them with its progress shown.
-fn showing<T>(slot: &Slot, what: &'static str, run: impl FnOnce(&Progress) -> T) -> T {
-    let progress = Arc::new(Progress::default());
-    slot.lock().sealing = Some((what, Arc::clone(&progress)));
-    let answer = run(&progress);
-    slot.lock().sealing = None;
-    answer
 }
 
 /// A root process may have taken a seal off. What the session's worker is at may lift a flag for a

@@ -22,7 +22,6 @@ use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome, Stamp};
 use crate::kernel::clock;
 use crate::kernel::overlay::Mounted;
-use crate::kernel::seal;
 use crate::model::code::Code;
 use crate::model::facts::Proof;
 use crate::model::ids::{PublicationKey, SessionId, WorkspaceId};
@@ -31,6 +30,7 @@ use crate::model::lease::{self, Bound, Signs};
 use crate::model::session::{Session, State, Work};
 use crate::model::step::{Effect, Event, Published, Purpose, step};
 use crate::model::time::BootNs;
+use crate::progress::Amount;
 use crate::upper::gather::Gathered;
 use crate::upper::remove::SessionDirs;
 use crate::workload::Beats;
@@ -85,12 +85,12 @@ pub struct Inner {
     pub gathered: Option<(PublicationKey, Gathered)>,
     /// Why the last capture failed, if it did.
     pub capture_code: Option<Code>,
-    /// A seal or its end that is under way.
-    pub sealing: Option<(&'static str, Arc<seal::Progress>)>,
     /// What is known of it for keeping it stopped.
     pub kept: Kept,
     /// Bytes and entries of the stopped upper, once counted.
     pub size: Option<(u64, u64)>,
+    /// How much its last capture found in the upper.
+    pub captured: Option<Amount>,
     drafts: Vec<Draft>,
     stored: Option<Session>,
     queue: VecDeque<Effect>,
@@ -234,9 +234,9 @@ impl Slot {
                 frozen_for: Duration::ZERO,
                 gathered: None,
                 capture_code: None,
-                sealing: None,
                 kept: Kept::default(),
                 size: None,
+                captured: None,
                 drafts: Vec::new(),
                 queue: VecDeque::new(),
                 working: false,

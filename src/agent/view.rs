@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::effects::text;
 use super::host::Host;
 use super::slot::{Inner, Slot};
+use super::under_way::Whose;
 use crate::kernel::clock;
 use crate::model::classify::{Answer, Class, classify, of_running};
 use crate::model::facts::Fact;
@@ -13,7 +14,7 @@ use crate::model::ids::BootId;
 use crate::model::lease::Lease;
 use crate::model::session::{OnBusy, Session, State};
 use crate::model::view::{
-    FactView, LeaseView, PathText, PreservedView, SealingView, SessionView, WorkspaceView,
+    FactView, LeaseView, PathText, PreservedView, SessionView, WorkspaceView,
 };
 use crate::model::workspace::Workspace;
 
@@ -44,7 +45,8 @@ impl Host {
             facts: facts(s),
             gate: Some(self.gate_view(&inner)),
             missing: missing(s).map(|f| f.name().to_owned()),
-            sealing: inner.sealing.as_ref().map(|(what, progress)| sealing(what, progress)),
+            sealing: self.under_way.sealing(s.id),
+            progress: self.under_way.of(&Whose::Session(s.id)),
             holders: s.holders.clone(),
             blockers: s.blockers.clone(),
             altered: s.altered.clone(),
@@ -123,6 +125,7 @@ impl Host {
             may_publish: live.is_some(),
             hold: w.hold.clone(),
             suspect_sessions: suspects.collect(),
+            progress: self.under_way.of(&Whose::Workspace(w.id.clone())),
         }
     }
 
@@ -179,11 +182,6 @@ fn facts(s: &Session) -> Vec<FactView> {
             took_us: proof.took_us,
         })
         .collect()
-}
-
-fn sealing(what: &str, progress: &crate::kernel::seal::Progress) -> SealingView {
-    let (done, total) = progress.now();
-    SealingView { what: what.to_owned(), done, total }
 }
 
 /// The strongest fact that the fence goes for and does not have.

@@ -1,6 +1,7 @@
 //! The other end of the API, for the command line: blocking, no thread of its own (a command that
 //! places workloads may have only one).
 
+use std::convert::Infallible;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -25,6 +26,21 @@ pub struct Client {
     timeout: Option<Duration>,
     runtime: Runtime,
 }
+
+/// What is looked at while an answer is awaited.
+pub struct Look<'l, V> {
+    /// Where.
+    pub path: &'l str,
+    /// How long nothing is looked at.
+    pub after: Duration,
+    /// The time between two looks.
+    pub every: Duration,
+    /// Is shown what was found.
+    pub each: &'l mut dyn FnMut(V),
+}
+
+/// How long a look may take.
+const LOOK: Duration = Duration::from_secs(2);
 
 /// A path below `/v1`, its segments percent-encoded.
 pub fn path(segments: &[&str]) -> String {
@@ -87,6 +103,34 @@ impl Client {
         self.ask(Method::POST, path, written(path, wish)?, Some(uuid::Uuid::now_v7().to_string()))
     }
 
+    /// [`Client::post`] that looks at something else, too, while it waits for its answer.
+    ///
+    /// # Errors
+    /// As [`Client::get`], of what is asked; a look that fails is left out.
+    pub fn post_looking<T: DeserializeOwned, V: DeserializeOwned>(
+        &self,
+        path: &str,
+        wish: &impl Serialize,
+        look: Look<'_, V>,
+    ) -> Result<T, Failure> {
+        let key = Some(uuid::Uuid::now_v7().to_string());
+        self.ask_beside(Method::POST, path, written(path, wish)?, key, self.looking(look))
+    }
+
+    async fn looking<V: DeserializeOwned>(&self, look: Look<'_, V>) -> Infallible {
+        let nothing = Bytes::new();
+        tokio::time::sleep(look.after).await;
+        loop {
+            let asked = self.whole(&Method::GET, look.path, &nothing, None);
+            if let Ok(Ok(answer)) = tokio::time::timeout(LOOK, asked).await
+                && let Ok(seen) = serde_json::from_slice(&answer)
+            {
+                (look.each)(seen);
+            }
+            tokio::time::sleep(look.every).await;
+        }
+    }
+
     /// Says something that may arrive more than once: without a key, which would only crowd out
     /// those of others.
     ///
@@ -107,6 +151,18 @@ impl Client {
         body: Bytes,
         key: Option<String>,
     ) -> Result<T, Failure> {
+        self.ask_beside(method, path, body, key, std::future::pending())
+    }
+
+    /// Asks, and does something `beside` until the answer is there.
+    fn ask_beside<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+        key: Option<String>,
+        beside: impl Future<Output = Infallible>,
+    ) -> Result<T, Failure> {
         let answer = self.runtime.block_on(async {
             let whole = async {
                 let once = || self.whole(&method, path, &body, key.as_deref());
@@ -122,9 +178,9 @@ impl Client {
                     first => first.map_err(Broken::failure),
                 }
             };
-            match self.timeout {
-                None => whole.await,
-                Some(span) => tokio::time::timeout(span, whole).await.unwrap_or_else(|_| {
+            let in_time = async {
+                let Some(span) = self.timeout else { return whole.await };
+                tokio::time::timeout(span, whole).await.unwrap_or_else(|_| {
                     Err(Failure::new(
                         Code::TimedOut,
                         format!(
@@ -133,7 +189,12 @@ impl Client {
                             crate::config::duration::text(span)
                         ),
                     ))
-                }),
+                })
+            };
+            tokio::select! {
+                biased;
+                answer = in_time => answer,
+                never = beside => match never {},
             }
         })?;
         serde_json::from_slice(&answer).map_err(|fault| {
@@ -336,6 +397,48 @@ mod tests {
         assert!(keys[0].is_some());
         assert_eq!(keys[0], keys[1]);
         assert_ne!(keys[1], keys[2], "every wish has a key of its own");
+    }
+
+    #[test]
+    fn what_is_looked_at_delays_no_answer_and_fails_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(dir.path().join("s")).unwrap();
+        let served = std::thread::spawn(move || {
+            let request = |stream: &std::os::unix::net::UnixStream| {
+                let mut first = String::new();
+                BufReader::new(stream).read_line(&mut first).unwrap();
+                first
+            };
+            let say = |mut stream: &std::os::unix::net::UnixStream, body: &str| {
+                let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len());
+                stream.write_all(format!("{head}{body}").as_bytes()).unwrap();
+            };
+            let (asked, _) = listener.accept().unwrap();
+            assert!(request(&asked).starts_with("POST /v1/x "));
+            // Seen, not understood, cut off, seen again; the last look gets no answer.
+            for answer in ["1", "no JSON", "", "2"] {
+                let (look, _) = listener.accept().unwrap();
+                assert!(request(&look).starts_with("GET /v1/y "));
+                if !answer.is_empty() {
+                    say(&look, answer);
+                }
+            }
+            let (_look, _) = listener.accept().unwrap();
+            say(&asked, "7");
+        });
+        let mut seen = vec![];
+        let look = Look {
+            path: "/v1/y",
+            after: Duration::from_millis(1),
+            every: Duration::from_millis(1),
+            each: &mut |n: u32| seen.push(n),
+        };
+        let begun = std::time::Instant::now();
+        let answer = client(&dir).post_looking::<u32, u32>("/v1/x", &serde_json::json!({}), look);
+        assert_eq!(answer.unwrap(), 7);
+        assert!(begun.elapsed() < LOOK, "the answer waited for a look");
+        assert_eq!(seen, [1, 2]);
+        served.join().unwrap();
     }
 
     #[test]

@@ -7,13 +7,15 @@ use serde::Serialize;
 
 use super::context::Context;
 use super::diff::Printer;
-use super::{parse, session, table};
+use super::progress::Local;
+use super::{parse, progress, session, table};
 use crate::agent::failure::Failure;
 use crate::api::client::path;
 use crate::model::code::Code;
 use crate::model::head::{Digest, Head};
 use crate::model::ids::{Generation, SessionId, WorkspaceId};
 use crate::model::view::{ApplyBundle, Opened, PathText};
+use crate::progress::{Amount, What};
 use crate::upper::bundle::{self, Provenance};
 
 /// What can be done with bundles.
@@ -82,7 +84,13 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         Verb::Inspect { path } => (path, false),
         Verb::Verify { path } => (path, true),
     };
-    let read = if verified { bundle::verify(&path) } else { bundle::inspect(&path) };
+    let read = bundle::inspect(&path).and_then(|bundle| match verified {
+        false => Ok(bundle),
+        true => {
+            let total = Amount { bytes: bundle.layer.size_compressed, entries: 0 };
+            bundle::verify(&path, &Local::new(context, What::Verify, total))
+        }
+    });
     let bundle = read.map_err(|fault| unread(&path, &fault))?;
     let view = BundleView {
         verified,
@@ -103,9 +111,8 @@ fn apply(context: &Context, wish: Apply) -> Result<(), Failure> {
         reason: wish.reason,
         open: session::wish(wish.terms, wish.holder, None)?,
     };
-    let opened: Opened = context
-        .client()?
-        .post(&path(&["bundles", "apply"]), &body)
+    let (place, whose) = (path(&["bundles", "apply"]), path(&["workspaces", &workspace]));
+    let opened: Opened = progress::post(context, &context.client()?, &place, &body, &whose)
         .map_err(|failure| session::held(&workspace, failure))?;
     context.show(&opened, session::opened)
 }

@@ -1,12 +1,12 @@
 //! Showing a diff as it comes: `session diff`, `bundle diff`. Nothing is held but counts.
 
 use std::io::{self, BufWriter, IsTerminal as _, Write as _};
-use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
 use super::context::Context;
-use super::table;
+use super::progress::Line;
+use super::{progress, table};
 use crate::agent::failure::Failure;
 use crate::model::code::Code;
 use crate::model::view::{Change, DiffRow, DiffSummary, FileKind, Mark};
@@ -18,26 +18,17 @@ pub(super) struct Printer<'c> {
     out: BufWriter<io::Stdout>,
     summary: DiffSummary,
     rows: u64,
-    begun: Instant,
-    /// When the words on the terminal are due again; `None` where nobody would read them.
-    due: Option<Instant>,
-    said: bool,
+    line: Line,
 }
-
-/// How long a diff may take before it says how far it is, and between two such words.
-const PATIENCE: Duration = Duration::from_secs(1);
-const EVERY: Duration = Duration::from_millis(200);
 
 impl<'c> Printer<'c> {
     /// Begins; `of` is what `-o json` says of whose changes these are.
     pub(super) fn new(context: &'c Context, of: &impl Serialize) -> Result<Self, Failure> {
         // Rows that scroll by tell enough.
-        let silent = context.quiet() || io::stdout().is_terminal() || !io::stderr().is_terminal();
-        let begun = Instant::now();
-        let due = (!silent).then(|| begun + PATIENCE);
+        let line = if io::stdout().is_terminal() { Line::silent() } else { Line::new(context) };
         let out = BufWriter::new(io::stdout());
         let summary = DiffSummary::default();
-        let mut printer = Self { context, out, summary, rows: 0, begun, due, said: false };
+        let mut printer = Self { context, out, summary, rows: 0, line };
         if context.json() {
             let of = text(of)?;
             printer.write(&format!("{{\"of\":{of},\"changes\":["))?;
@@ -55,28 +46,14 @@ impl<'c> Printer<'c> {
             false if row.told.change == Change::Touched => String::new(),
             false => line(row),
         };
-        self.say();
+        let rows = self.rows;
+        self.line.say(|took, _| format!("{rows} names compared, {}", progress::seconds(took)));
         self.write(&line)
-    }
-
-    fn say(&mut self) {
-        if self.due.is_some_and(|due| Instant::now() >= due) {
-            let took = table::span(Duration::from_secs(self.begun.elapsed().as_secs()));
-            let _ = write!(io::stderr(), "\r\x1b[K{} names compared, {took}", self.rows);
-            self.due = Some(Instant::now() + EVERY);
-            self.said = true;
-        }
-    }
-
-    fn hush(&mut self) {
-        if std::mem::take(&mut self.said) {
-            let _ = write!(io::stderr(), "\r\x1b[K");
-        }
     }
 
     /// Writes the end.
     pub(super) fn end(mut self) -> Result<(), Failure> {
-        self.hush();
+        self.line.wipe();
         if self.context.json() {
             let summary = text(&self.summary)?;
             self.write(&format!("\n],\"summary\":{summary}}}\n"))?;
@@ -88,7 +65,7 @@ impl<'c> Printer<'c> {
 
     /// The end of one that broke off.
     pub(super) fn broken(mut self, failure: Failure) -> Failure {
-        self.hush();
+        self.line.wipe();
         let _ = self.out.flush();
         failure
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::context::Context;
-use super::{parse, session, table};
+use super::{parse, progress, session, table};
 use crate::agent::failure::Failure;
 use crate::api::client::path;
 use crate::model::code::Code;
@@ -108,13 +108,18 @@ pub(super) fn fence(context: &Context, wish: Fence) -> Result<(), Failure> {
         reason: wish.reason,
         wait_ms: wish.patience.wait.map(parse::ms),
     };
-    let place = match (&wish.session, &wish.workspace) {
-        (Some(session), _) => path(&["sessions", session, "fence"]),
+    let client = context.client()?;
+    let answer: Fenced = match (&wish.session, &wish.workspace) {
+        (Some(session), _) => {
+            let (place, whose) =
+                (path(&["sessions", session, "fence"]), path(&["sessions", session]));
+            progress::post(context, &client, &place, &body, &whose)?
+        }
         (None, workspace) => {
-            path(&["workspaces", workspace.as_deref().unwrap_or_default(), "fence"])
+            let workspace = workspace.as_deref().unwrap_or_default();
+            client.post(&path(&["workspaces", workspace, "fence"]), &body)?
         }
     };
-    let answer: Fenced = context.client()?.post(&place, &body)?;
     show(context, &answer)?;
     wish.patience.judge(&answer, to.unwrap_or(Fact::ReadOnly))
 }
@@ -154,6 +159,7 @@ pub(super) fn show(context: &Context, answer: &Fenced) -> Result<(), Failure> {
 pub(super) fn readmit(context: &Context, wish: Readmit) -> Result<(), Failure> {
     let body = ReadmitSession { authorised_by: wish.authorised_by, reason: wish.reason };
     let place = path(&["sessions", &wish.session, "readmit"]);
-    let view: SessionView = context.client()?.post(&place, &body)?;
+    let whose = path(&["sessions", &wish.session]);
+    let view: SessionView = progress::post(context, &context.client()?, &place, &body, &whose)?;
     context.show(&view, session::one)
 }

@@ -22,6 +22,7 @@ mod hold;
 mod lease;
 mod parse;
 mod preserved;
+mod progress;
 mod publication;
 #[cfg(test)]
 mod reference;

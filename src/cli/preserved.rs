@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::context::Context;
-use super::{parse, session, table};
+use super::{parse, progress, session, table};
 use crate::agent::failure::Failure;
 use crate::api::client::{Client, path};
 use crate::model::view::{ExportSession, Exported, KeepSession, PreservedView, SessionView};
@@ -72,14 +72,16 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
             }
             let dest = wish.dest.as_deref().map(parse::path_text).transpose()?;
             let body = ExportSession { dest, dispose: wish.dispose };
-            let done: Exported = client.post(&path(&["sessions", &id, "export"]), &body)?;
+            let (place, whose) = (path(&["sessions", &id, "export"]), path(&["sessions", &id]));
+            let done: Exported = progress::post(context, &client, &place, &body, &whose)?;
             context.show(&done, exported)
         }
         Verb::Discard { session, yes } => {
             let doomed = named(&client, &session)?;
             context.confirm(&format!("This deletes {}", doomed.words), yes)?;
-            let place = path(&["sessions", &doomed.session, "discard"]);
-            let view: SessionView = client.post(&place, &serde_json::json!({}))?;
+            let (id, nothing) = (&doomed.session, serde_json::json!({}));
+            let (place, whose) = (path(&["sessions", id, "discard"]), path(&["sessions", id]));
+            let view: SessionView = progress::post(context, &client, &place, &nothing, &whose)?;
             context.show(&view, session::one)
         }
         Verb::Keep { session, until } => {

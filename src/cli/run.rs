@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::context::Context;
 use super::session::{Holder, Terms, get, lost, open, whereabouts};
-use super::{parse, table};
+use super::{parse, progress, table};
 use crate::agent::failure::Failure;
 use crate::api::client::{Client, path};
 use crate::model::code::Code;
@@ -233,8 +233,9 @@ fn close(
     id: &str,
     mode: CloseMode,
 ) -> Result<(CloseMode, SessionView), Failure> {
-    let place = path(&["sessions", id, "close"]);
-    let closed: SessionView = match client.post(&place, &CloseSession { mode: Some(mode) }) {
+    let (place, whose) = (path(&["sessions", id, "close"]), path(&["sessions", id]));
+    let wish = CloseSession { mode: Some(mode) };
+    let closed: SessionView = match progress::post(context, client, &place, &wish, &whose) {
         Ok(closed) => closed,
         Err(failure) => {
             let Ok(view) = get(client, id) else { return Err(failure) };

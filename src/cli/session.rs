@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::context::Context;
 use super::diff::Printer;
-use super::{fence, parse, run, table};
+use super::{fence, parse, progress, run, table};
 use crate::agent::failure::Failure;
 use crate::api::client::{Client, path};
 use crate::api::failure_of;
@@ -190,7 +190,8 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         Verb::Exec(wish) => run::exec(context, wish).map(drop),
         Verb::Checkpoint { session } => {
             let place = path(&["sessions", &session, "checkpoint"]);
-            let done: Checkpointed = client.post(&place, &serde_json::json!({}))?;
+            let (nothing, whose) = (serde_json::json!({}), path(&["sessions", &session]));
+            let done: Checkpointed = progress::post(context, &client, &place, &nothing, &whose)?;
             context.show(&done, checkpointed)
         }
         Verb::Close(wish) => {
@@ -352,7 +353,8 @@ fn close(context: &Context, client: &Client, wish: &Close) -> Result<SessionView
         context.confirm(&what, wish.yes)?;
         session = view.id;
     }
-    client.post(&path(&["sessions", &session, "close"]), &CloseSession { mode })
+    let (place, whose) = (path(&["sessions", &session, "close"]), path(&["sessions", &session]));
+    progress::post(context, client, &place, &CloseSession { mode }, &whose)
 }
 
 /// The lease gate in a line.
@@ -372,6 +374,11 @@ fn gate(gate: &GateView) -> String {
         line.push_str(&format!("; refused {}", refused.join(", ")));
     }
     line
+}
+
+/// Long work in a line; a seal has one of its own.
+fn under_way(session: &SessionView) -> Option<String> {
+    session.progress.as_ref().filter(|_| session.sealing.is_none()).map(progress::row)
 }
 
 fn sealing(now: &SealingView) -> String {
@@ -500,6 +507,7 @@ pub(super) fn one(session: &SessionView) -> String {
         ("lost", session.loss.clone()),
         ("missing", session.missing.clone()),
         ("sealing", session.sealing.as_ref().map(sealing)),
+        ("under way", under_way(session)),
         ("gate", session.gate.as_ref().map(gate)),
         ("runs on", session.runs_on.then(|| "reading; the gate refuses its writes".to_owned())),
         ("base", Some(format!("version {}, {}", session.base.version, session.base.head))),

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::context::Context;
 use super::words::words;
-use super::{content, hold, parse, table};
+use super::{content, hold, parse, progress, table};
 use crate::agent::failure::Failure;
 use crate::api::client::path;
 use crate::model::view::{CreateWorkspace, HistoryView, WorkspaceView};
@@ -162,6 +162,7 @@ pub(super) fn one(workspace: &WorkspaceView) -> String {
         ("ended", lease.and_then(|lease| lease.why_ended.clone())),
         ("suspect", Some(table::joined(&workspace.suspect_sessions))),
         ("on hold", workspace.hold.clone()),
+        ("under way", workspace.progress.as_ref().map(progress::row)),
     ])
 }
 

@@ -79,22 +79,7 @@ fn set_idmap(tree: &OwnedFd, user_ns: &OwnedFd) -> rustix::io::Result<()> {
         // Not negative: an open descriptor.
         userns_fd: user_ns.as_raw_fd() as u64,
     };
-    // SAFETY: the path is a NUL-terminated literal, the structure lives through the call and its
-    // size is given; the kernel only reads both.
-    let answer = unsafe {
-        libc::syscall(
-            libc::SYS_mount_setattr,
-            tree.as_raw_fd(),
-            c"".as_ptr(),
-            linux_raw_sys::general::AT_EMPTY_PATH,
-            &raw const attr,
-            size_of_val(&attr),
-        )
-    };
-    if answer == 0 {
-        return Ok(());
-    }
-    Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
+    super::mount_attr::set(tree, &attr)
 }
 
 /// Runs `work` where these directories are shown mapped and where files it makes belong to the

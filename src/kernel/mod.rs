@@ -22,7 +22,9 @@
 //! Kernel documents followed: Documentation/filesystems/overlayfs.rst,
 //! Documentation/admin-guide/cgroup-v2.rst, fsopen(2), mount_setattr(2), openat2(2), inotify(7).
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use rustix::io::Errno;
 
@@ -41,6 +43,7 @@ pub mod image;
 pub mod launch;
 pub mod limits;
 pub mod members;
+pub(crate) mod mount_attr;
 pub mod mountinfo;
 pub mod ns;
 pub mod overlay;
@@ -196,6 +199,31 @@ impl<T> At<T> for std::io::Result<T> {
 pub(crate) fn proc_path(fd: impl std::os::fd::AsFd) -> PathBuf {
     use std::os::fd::AsRawFd as _;
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))
+}
+
+/// Opens anew what `fd` holds, which may be an O_PATH descriptor.
+pub(crate) fn reopen(
+    fd: impl std::os::fd::AsFd,
+    flags: rustix::fs::OFlags,
+) -> rustix::io::Result<OwnedFd> {
+    use std::os::fd::AsRawFd as _;
+    // Held open: a hundred thousand files of an upper would walk to it from the root. A child that was
+    // forked has descriptors of its own.
+    static OWN: OnceLock<(u32, OwnedFd)> = OnceLock::new();
+    let mode = rustix::fs::Mode::empty();
+    let number = fd.as_fd().as_raw_fd();
+    let (process, fds) = match OWN.get() {
+        Some(own) => own,
+        None => {
+            let dir = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
+            let fds = rustix::fs::open("/proc/self/fd", dir, mode)?;
+            OWN.get_or_init(|| (std::process::id(), fds))
+        }
+    };
+    match *process == std::process::id() {
+        true => rustix::fs::openat(fds, rustix::path::DecInt::new(number), flags, mode),
+        false => rustix::fs::open(proc_path(fd), flags, mode),
+    }
 }
 
 /// The magic number of the file system that `fd` is on; all of them have 32 bits, while the width

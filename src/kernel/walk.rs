@@ -36,6 +36,28 @@ pub struct Entry {
     pub ino: u64,
 }
 
+/// What a name led to, held by a descriptor that opened nothing (O_PATH): whoever has the name
+/// afterwards, this stays what it was.
+#[derive(Debug)]
+pub struct Held {
+    handle: OwnedFd,
+    /// What statx says of it.
+    pub info: Info,
+}
+
+impl Held {
+    /// Opens it for reading; to be asked of regular files only.
+    pub fn open(&self) -> rustix::io::Result<OwnedFd> {
+        let flags = OFlags::RDONLY | OFlags::NOCTTY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        super::reopen(&self.handle, flags)
+    }
+
+    /// All its extended attributes, sorted by name.
+    pub fn xattrs(&self) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
+        xattrs(&self.handle)
+    }
+}
+
 /// What statx says of an object, symlinks not followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Info {
@@ -143,15 +165,29 @@ impl Dir {
     /// Opens a regular file in this directory for reading. Anything else is refused (`ELOOP` for a
     /// symlink, `ENXIO` for the rest) without having been opened.
     pub fn open_file(&self, name: &OsStr) -> Result<OwnedFd> {
-        let handle = self.open_path(name)?;
+        let held = self.hold(name)?;
         let refuse = |source| Error::Call { op: "open file", path: self.path.join(name), source };
-        match self.info(&handle, name)?.kind {
-            FileType::RegularFile => {}
-            FileType::Symlink => return Err(refuse(Errno::LOOP)),
-            _ => return Err(refuse(Errno::NXIO)),
+        match held.info.kind {
+            FileType::RegularFile => held.open().map_err(refuse),
+            FileType::Symlink => Err(refuse(Errno::LOOP)),
+            _ => Err(refuse(Errno::NXIO)),
         }
-        let flags = OFlags::RDONLY | OFlags::NOCTTY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        rustix::fs::open(proc_path(&handle), flags, Mode::empty()).map_err(refuse)
+    }
+
+    /// Opens a regular file at once, where opening anything else does no harm: see
+    /// `mount_attr::without_devices`. `None` if it is another thing by now.
+    pub(crate) fn open_at_once(&self, name: &OsStr) -> Option<(OwnedFd, Info)> {
+        let flags = OFlags::RDONLY | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let file = self.open_inside(name, flags, "open file").ok()?;
+        let info = stat_fd(&file).ok()?;
+        (info.kind == FileType::RegularFile).then_some((file, info))
+    }
+
+    /// Whatever has this name, held without being opened.
+    pub fn hold(&self, name: &OsStr) -> Result<Held> {
+        let handle = self.open_path(name)?;
+        let info = stat_fd(&handle).at("stat", self.path.join(name))?;
+        Ok(Held { handle, info })
     }
 
     /// A descriptor that only names the object (O_PATH), whatever it is; opens nothing.
@@ -182,11 +218,6 @@ impl Dir {
         stat_at(self.fd.as_fd(), OsStr::new(""), AtFlags::EMPTY_PATH).at("stat", &self.path)
     }
 
-    fn info(&self, handle: &OwnedFd, name: &OsStr) -> Result<Info> {
-        stat_at(handle.as_fd(), OsStr::new(""), AtFlags::EMPTY_PATH)
-            .at("stat", self.path.join(name))
-    }
-
     /// Where a symlink in this directory points, as it stands there.
     pub fn read_link(&self, name: &OsStr) -> Result<OsString> {
         one_component(name, &self.path)?;
@@ -198,8 +229,7 @@ impl Dir {
     /// All extended attributes of a name in this directory, sorted by name. Works for symlinks,
     /// fifos, sockets and devices too, and opens none of them.
     pub fn xattrs(&self, name: &OsStr) -> Result<Vec<(OsString, Vec<u8>)>> {
-        let handle = self.open_path(name)?;
-        xattrs(&handle).at("read xattrs of", self.path.join(name))
+        self.hold(name)?.xattrs().at("read xattrs of", self.path.join(name))
     }
 
     /// All extended attributes of this directory, sorted by name.
@@ -257,7 +287,19 @@ pub fn xattr(fd: impl AsFd, name: &OsStr) -> rustix::io::Result<Option<Vec<u8>>>
 /// All extended attributes of what `fd` is open on (O_PATH too), sorted by name.
 pub fn xattrs(fd: impl AsFd) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
     let path = proc_path(&fd);
-    let names = match grow(|buffer| rustix::fs::listxattr(&path, buffer)) {
+    named(&fd, grow(|buffer| rustix::fs::listxattr(&path, buffer)))
+}
+
+/// The same of what is open for reading, which spares the kernel a path.
+pub fn xattrs_of_open(fd: impl AsFd) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
+    named(&fd, grow(|buffer| rustix::fs::flistxattr(&fd, buffer)))
+}
+
+fn named(
+    fd: impl AsFd,
+    names: rustix::io::Result<Vec<u8>>,
+) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
+    let names = match names {
         Err(Errno::OPNOTSUPP) => return Ok(Vec::new()),
         answer => answer?,
     };

@@ -28,8 +28,8 @@ pub use ledger::{
 };
 pub use session::{
     ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
-    GateView, OpenSession, Opened, ReadmitSession, RefusedCall, RevokeLease, SealingView,
-    SessionView,
+    GateView, OpenSession, Opened, ProgressView, ReadmitSession, RefusedCall, RevokeLease,
+    SealingView, SessionView,
 };
 pub use workspace::{
     DeleteWorkspace, HoldWorkspace, ImportWorkspace, LayerReport, RepairWorkspace, RevertWorkspace,
@@ -156,6 +156,9 @@ pub struct WorkspaceView {
     pub hold: Option<String>,
     /// Sessions of this host that no longer may publish and still hold bytes.
     pub suspect_sessions: Vec<String>,
+    /// How far this host is with an upper for a session that is not open yet: while a bundle is applied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<ProgressView>,
 }
 
 /// A lease.

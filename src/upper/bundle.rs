@@ -29,8 +29,9 @@ use rustix::io::Errno;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::layer::{Escaped, Hashed};
-use super::store::{LayerInfo, LayerStore, create, read_blob, write_durable};
+use super::blob::{check_entries, read_blob};
+use super::layer::Escaped;
+use super::store::{LayerInfo, LayerStore, create, write_durable};
 use super::tarfmt::{Entries, Entry, Kind};
 use super::unpack::unpack;
 use super::{
@@ -129,8 +130,9 @@ pub struct Bundle {
     pub layer: LayerInfo,
 }
 
-/// Writes a bundle of a stored layer to `dest`, which must not exist. The bytes are checked
-/// against their digest on the way; on any error nothing is left, under this name or another.
+/// Writes a bundle of a layer, which was read back when it was stored, to `dest`, which must not exist. A
+/// copy of the layer is read back before the bundle gets its name; on any error nothing is left, under
+/// this name or another.
 pub fn export(
     store: &LayerStore,
     layer: Digest,
@@ -150,7 +152,7 @@ pub fn export(
     std::fs::DirBuilder::new().mode(readers.dirs()).create(&partial).at("make", &partial)?;
     let copied = write(store, &info, provenance, &partial, readers, stop);
     let written =
-        copied.map_err(|error| if stop() { Error::Stopped } else { error }).and_then(|()| {
+        copied.map_err(|error| if stop.over() { Error::Stopped } else { error }).and_then(|()| {
             failpoint::fails("upper.bundle.rename.before").at("rename into place", dest)?;
             match rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE) {
                 Err(Errno::EXIST) => Err(Error::Exists { path: Shown::from(dest) }),
@@ -207,16 +209,11 @@ fn write(
 
     let from = store.blob_path(info.diff_id);
     let to = blobs.join(info.blob_digest.hex());
-    let source = File::open(&from).at("open", &from)?;
-    let mut copy = Hashed::new(create(&to, readers.files())?);
-    std::io::copy(&mut Stoppable { inner: &source, stop }, &mut copy)
-        .at("copy the layer to", &to)?;
-    let (file, digest, _) = copy.finish();
-    if digest != info.blob_digest {
-        let what = Shown::from(&*from).to_string();
-        return Err(Error::Corrupt { what, why: format!("its digest is {digest}") });
+    // The very file that was read back, where it may have the same readers.
+    let linked = readers == Readers::Owner && std::fs::hard_link(&from, &to).is_ok();
+    if !linked {
+        copy_blob(&from, &to, info, readers, stop)?;
     }
-    file.sync_all().at("fsync", &to)?;
 
     let built = || -> oci_spec::Result<_> {
         let rootfs = RootFsBuilder::default().diff_ids(vec![info.diff_id.to_string()]).build()?;
@@ -267,6 +264,23 @@ fn write(
     sync_dir(&blobs)?;
     sync_dir(&dir.join("blobs"))?;
     sync_dir(dir)
+}
+
+/// Copies the layer, and reads the copy back.
+fn copy_blob(
+    from: &Path,
+    to: &Path,
+    info: &LayerInfo,
+    readers: Readers,
+    stop: Stop<'_>,
+) -> Result<()> {
+    let source = File::open(from).at("open", from)?;
+    let mut copy = create(to, readers.files())?;
+    std::io::copy(&mut Stoppable { inner: &source, stop }, &mut copy)
+        .at("copy the layer to", to)?;
+    copy.sync_all().at("fsync", to)?;
+    let copy = File::open(to).at("open", to)?;
+    read_blob(Stoppable { inner: copy, stop }, info, check_entries)
 }
 
 fn json(value: &impl Serialize, dir: &Path) -> Result<Vec<u8>> {
@@ -450,17 +464,14 @@ pub fn inspect(path: &Path) -> Result<Bundle> {
     Reader::open(path)?.bundle()
 }
 
-/// Reads a bundle whole: all digests and sizes, and each entry of the layer. Needs neither agent
-/// nor root.
-pub fn verify(path: &Path) -> Result<Bundle> {
+/// Reads a bundle whole: all digests and sizes, and each entry of the layer; counts the bytes of its
+/// compressed layer. Needs neither agent nor root.
+pub fn verify(path: &Path, stop: Stop<'_>) -> Result<Bundle> {
     let reader = Reader::open(path)?;
     let bundle = reader.bundle()?;
-    read_blob(reader.layer(&bundle.layer)?, &bundle.layer, |tar| {
-        let mut entries = Entries::new(tar);
-        let count = entries.check_all()?;
-        entries.drain()?;
-        Ok(count)
-    })?;
+    let layer = Stoppable { inner: reader.layer(&bundle.layer)?, stop };
+    read_blob(layer, &bundle.layer, check_entries)
+        .map_err(|error| if stop.over() { Error::Stopped } else { error })?;
     Ok(bundle)
 }
 
@@ -471,7 +482,7 @@ pub fn unpack_into(path: &Path, upper: BorrowedFd<'_>, stop: Stop<'_>) -> Result
     let bundle = reader.bundle()?;
     let layer = Stoppable { inner: reader.layer(&bundle.layer)?, stop };
     let outcome = read_blob(layer, &bundle.layer, |tar| unpack(tar, upper));
-    outcome.map_err(|error| if stop() { Error::Stopped } else { error })?;
+    outcome.map_err(|error| if stop.over() { Error::Stopped } else { error })?;
     Ok(bundle)
 }
 
@@ -553,6 +564,7 @@ mod tests {
     use super::super::round_trip::capture_dir;
     use super::*;
     use crate::model::ids::Version;
+    use crate::progress::{Amount, Counted, Progress};
 
     struct Case {
         tmp: tempfile::TempDir,
@@ -605,7 +617,7 @@ mod tests {
         let dest = case.tmp.path().join("bundle");
         let made = export_to(&case.store, case.layer, &provenance(), &dest).unwrap();
         assert_eq!(inspect(&dest).unwrap(), made);
-        assert_eq!(verify(&dest).unwrap(), made);
+        assert_eq!(verify(&dest, &|| false).unwrap(), made);
         assert_eq!(made.provenance, provenance());
         let other = LayerStore::open(&case.tmp.path().join("other")).unwrap();
         import(&dest, &other).unwrap();
@@ -618,6 +630,22 @@ mod tests {
             .filter(|n| n.to_string_lossy().starts_with('.'))
             .collect();
         assert!(names.is_empty(), "left behind: {names:?}");
+    }
+
+    #[test]
+    fn what_is_written_and_read_is_counted_to_its_end() {
+        let case = case();
+        let dest = case.tmp.path().join("bundle");
+        let (written, read) = (Progress::default(), Progress::default());
+        let counted = |progress| Counted { stop: || false, progress };
+        let (owner, told) = (Readers::Owner, provenance());
+        let made =
+            export(&case.store, case.layer, &told, &dest, owner, &counted(&written)).unwrap();
+        verify(&dest, &counted(&read)).unwrap();
+        let whole = Amount { bytes: made.layer.size_compressed, entries: 0 };
+        assert_eq!([written.done(), read.done()], [whole, whole]);
+        let stopped = verify(&dest, &|| true);
+        assert!(matches!(stopped, Err(Error::Stopped)), "{stopped:?}");
     }
 
     #[test]
@@ -634,17 +662,17 @@ mod tests {
                 let mut bad = good.clone();
                 bad[at] ^= 0x20;
                 std::fs::write(&path, bad).unwrap();
-                assert!(verify(&dest).is_err(), "byte {at} of {}", path.display());
+                assert!(verify(&dest, &|| false).is_err(), "byte {at} of {}", path.display());
                 tried += 1;
             }
             std::fs::write(&path, [&good[..], b" "].concat()).unwrap();
-            assert!(verify(&dest).is_err(), "a byte more in {}", path.display());
+            assert!(verify(&dest, &|| false).is_err(), "a byte more in {}", path.display());
             std::fs::write(&path, &good[..good.len() - 1]).unwrap();
-            assert!(verify(&dest).is_err(), "a byte less in {}", path.display());
+            assert!(verify(&dest, &|| false).is_err(), "a byte less in {}", path.display());
             std::fs::write(&path, good).unwrap();
         }
         assert!(tried > 1000, "only {tried} bytes");
-        assert_eq!(verify(&dest).unwrap(), made);
+        assert_eq!(verify(&dest, &|| false).unwrap(), made);
     }
 
     #[test]
@@ -656,11 +684,11 @@ mod tests {
         let away = case.tmp.path().join("away");
         std::fs::rename(&blob, &away).unwrap();
         std::os::unix::fs::symlink(&away, &blob).unwrap();
-        assert!(verify(&dest).is_err(), "a symlink was followed");
+        assert!(verify(&dest, &|| false).is_err(), "a symlink was followed");
         std::fs::remove_file(&blob).unwrap();
-        assert!(verify(&dest).is_err(), "the layer is missing");
+        assert!(verify(&dest, &|| false).is_err(), "the layer is missing");
         std::fs::rename(&away, &blob).unwrap();
-        verify(&dest).unwrap();
+        verify(&dest, &|| false).unwrap();
         let index = dest.join("index.json");
         let good = std::fs::read(&index).unwrap();
         let long = [&good[..], &vec![b' '; MAX_JSON as usize][..]].concat();

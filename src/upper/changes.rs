@@ -8,14 +8,16 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::os::fd::BorrowedFd;
+use std::fs::File;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 
 use rustix::fs::FileType;
 
 use super::tree::{Step, Walk, reopen};
-use super::{Error, Result, Shown};
-use crate::kernel::walk::{Dir, Entry, Info};
+use super::{At as _, Error, Result, Shown};
+use crate::kernel::mount_attr::without_devices;
+use crate::kernel::walk::{Dir, Entry, Info, xattrs_of_open};
 
 /// Where overlay keeps its marks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -149,6 +151,10 @@ pub struct Changes {
     xattr_whiteouts: Vec<bool>,
     top: Option<Change>,
     live: bool,
+    reading: bool,
+    /// Keeps the mount that is walked through.
+    apart: Option<OwnedFd>,
+    file: Option<File>,
 }
 
 impl Changes {
@@ -165,7 +171,25 @@ impl Changes {
             xattr_whiteouts: vec![marks.has_xattr_whiteouts],
             top: Some(top),
             live: false,
+            reading: false,
+            apart: None,
+            file: None,
         })
+    }
+
+    /// For who reads all files: each is opened as it is met, for [`Changes::file`].
+    pub(super) fn reading(upper: BorrowedFd<'_>, format: Format) -> Result<Self> {
+        let apart = without_devices(upper);
+        let changes = match &apart {
+            Some(apart) => Self::new(apart.as_fd(), format)?,
+            None => Self::new(upper, format)?,
+        };
+        Ok(Self { reading: true, apart, ..changes })
+    }
+
+    /// The file that the change returned last describes, opened.
+    pub(super) fn file(&mut self) -> Option<File> {
+        self.file.take()
     }
 
     /// For an upper that is written to meanwhile: what is gone when it is looked at is passed over.
@@ -199,11 +223,31 @@ impl Changes {
     fn change(&mut self, entry: &Entry) -> Result<Change> {
         let here = self.walk.here();
         let path = here.path().join(&entry.name).as_os_str().as_bytes().to_vec();
-        let info = here.stat(&entry.name)?;
-        if info.is_whiteout() {
-            return Ok(Change { path, kind: Kind::Whiteout, info, xattrs: Xattrs::new() });
-        }
-        let (marks, xattrs) = marks(&path, self.format, here.xattrs(&entry.name)?)?;
+        let shown = || here.path().join(&entry.name);
+        let regular = entry.kind == FileType::RegularFile;
+        let at_once = match &self.apart {
+            Some(_) if regular => here.open_at_once(&entry.name),
+            Some(_) | None => None,
+        };
+        let (info, xattrs) = match at_once {
+            Some((file, info)) => {
+                let xattrs = xattrs_of_open(&file);
+                self.file = Some(file.into());
+                (info, xattrs)
+            }
+            None => {
+                let held = here.hold(&entry.name)?;
+                if held.info.is_whiteout() {
+                    let (kind, info) = (Kind::Whiteout, held.info);
+                    return Ok(Change { path, kind, info, xattrs: Xattrs::new() });
+                }
+                if self.reading && held.info.kind == FileType::RegularFile {
+                    self.file = Some(held.open().at("open file", shown())?.into());
+                }
+                (held.info, held.xattrs())
+            }
+        };
+        let (marks, xattrs) = marks(&path, self.format, xattrs.at("read xattrs of", shown())?)?;
         if marks.whiteout {
             if info.kind == FileType::RegularFile
                 && info.size == 0
@@ -288,7 +332,6 @@ pub(super) fn opaque_mark() -> &'static OsStr {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsFd as _;
     use std::path::Path;
 
     fn set(path: &Path, name: &str, value: &[u8]) {

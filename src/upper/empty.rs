@@ -8,10 +8,10 @@ use std::path::Path;
 use rustix::fs::{AtFlags, FileType, IFlags};
 use rustix::io::Errno;
 
-use super::remove::Removed;
 use super::tree::{DirId, ascend, reopen};
 use super::{At as _, Result};
 use crate::kernel::walk::Dir;
+use crate::progress::Progress;
 
 /// Subdirectories listed at once before going into them: bounds memory in deep trees, and how
 /// often a wide directory is listed again.
@@ -29,7 +29,7 @@ struct Level {
 
 /// Deletes everything in `top` but the name `keep`; the directory itself stays. Paths in errors
 /// are those of `top`.
-pub(super) fn empty(top: Dir, keep: Option<&OsStr>, removed: &mut Removed) -> Result<()> {
+pub(super) fn empty(top: Dir, keep: Option<&OsStr>, removed: &Progress) -> Result<()> {
     let mut here = top;
     let mut levels: Vec<Level> = Vec::new();
     let mut waiting: Vec<OsString> = Vec::new();
@@ -61,7 +61,7 @@ fn shorten(dir: Dir) -> Result<Dir> {
 
 /// Deletes all that is no directory, and empty directories. Returns up to [`BATCH`] directories
 /// that hold something; none only if nothing but `keep` is left.
-fn sweep(dir: &Dir, keep: Option<&OsStr>, removed: &mut Removed) -> Result<Vec<OsString>> {
+fn sweep(dir: &Dir, keep: Option<&OsStr>, removed: &Progress) -> Result<Vec<OsString>> {
     loop {
         let (mut full, mut deleted) = (Vec::new(), false);
         for entry in reopen(dir, dir.path())?.entries()? {
@@ -96,13 +96,11 @@ fn sweep(dir: &Dir, keep: Option<&OsStr>, removed: &mut Removed) -> Result<Vec<O
     }
 }
 
-fn remove_name(dir: &Dir, name: &OsStr, flags: AtFlags, removed: &mut Removed) -> Result<()> {
+fn remove_name(dir: &Dir, name: &OsStr, flags: AtFlags, removed: &Progress) -> Result<()> {
     let info = dir.stat(name)?;
     unlink(dir, name, flags)?;
-    removed.entries += 1;
-    if info.nlink <= 1 || info.kind == FileType::Directory {
-        removed.bytes += info.blocks * 512;
-    }
+    let freed = info.nlink <= 1 || info.kind == FileType::Directory;
+    removed.did(if freed { info.blocks * 512 } else { 0 }, 1);
     Ok(())
 }
 

@@ -19,7 +19,9 @@ use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use super::layer::{self, Captured, Sink, Source, Tally, Writers};
+use super::blob::Sink;
+use super::changes::Change;
+use super::layer::{self, Captured, Source, Tally, Writers};
 use super::runs::copy_run;
 use super::store::{LayerStore, create};
 use super::tarfmt::{self, Entries, Meta, Run, Writer};
@@ -27,7 +29,7 @@ use super::tree::{Step, Walk};
 use super::{At as _, Error, Result, Stop, go_on, path_of, remove};
 use crate::failpoint;
 use crate::kernel::reflink;
-use crate::kernel::walk::Info;
+use crate::kernel::walk::{Info, stat_fd};
 
 /// Files with this many bytes on the disk are cloned; what is much smaller is read sooner than it is
 /// cloned (docs/adr/0028).
@@ -45,25 +47,27 @@ pub(super) struct Aside {
     clone: MakeClone,
     /// Where the entry of the nth file stands in the spool.
     entries: Vec<Range<u64>>,
+    /// Bytes on the disk of all of them.
+    on_disk: u64,
 }
 
 impl Aside {
     /// Whether a file is large enough.
-    pub(super) fn wants(&self, info: &Info) -> bool {
-        info.blocks * 512 >= self.least
+    pub(super) fn wants(&self, on_disk: u64) -> bool {
+        on_disk >= self.least
     }
 
-    /// Keeps a clone of a file of `size` bytes and writes its entry to the spool; its content as well, if
-    /// there is no clone of this one file. False if it has become shorter.
+    /// Keeps a clone of a file and writes its entry to the spool; its content as well, if there is no
+    /// clone of this one file. False if it has become shorter.
     pub(super) fn put<W: Write>(
         &mut self,
-        path: &[u8],
+        change: &Change,
         file: &File,
-        size: u64,
         meta: &Meta,
         out: &mut Writer<W>,
         stop: Stop<'_>,
     ) -> Result<bool> {
+        let (size, on_disk) = (change.info.size, change.info.blocks * 512);
         let place = self.dir.join(self.entries.len().to_string());
         let to = create(&place, 0o600)?;
         let may = failpoint::fails("upper.clone.before").map_err(io::Error::from);
@@ -74,16 +78,18 @@ impl Aside {
             // with it, if anything is; what was made is in the way of the next one.
             drop(to);
             std::fs::remove_file(&place).at("remove", &place)?;
-            return layer::content(out, path, file, size, meta, stop);
+            return layer::content(out, &change.path, file, size, on_disk, meta, stop);
         }
         let got = to.metadata().at("stat", &place)?.len();
         if got > size {
             to.set_len(size).at("cut", &place)?;
         }
         let from = out.written();
-        let entry = out.entry(path, &tarfmt::Kind::File { size: 0 }, meta);
+        let entry = out.entry(&change.path, &tarfmt::Kind::File { size: 0 }, meta);
         entry.at("write", path_of(b"what is gathered"))?;
         self.entries.push(from..out.written());
+        self.on_disk += on_disk;
+        stop.did(on_disk, 0);
         Ok(got >= size)
     }
 }
@@ -131,7 +137,7 @@ fn gather_by(
 ) -> Result<Gathered> {
     let begun = Instant::now();
     failpoint::fails("upper.gather.before").at("gather in", store.dir())?;
-    let aside = Aside { dir: store.scratch()?, least, clone, entries: Vec::new() };
+    let aside = Aside { dir: store.scratch()?, least, clone, entries: Vec::new(), on_disk: 0 };
     let mut gathered = Gathered { aside, tally: Tally::default(), begun };
     let spool = gathered.aside.dir.join(SPOOL);
     let Gathered { aside, tally, .. } = &mut gathered;
@@ -140,11 +146,17 @@ fn gather_by(
         layer::spool(source, writers, spool, aside, tally, stop)
     });
     failpoint::hit("upper.gather.after");
-    outcome.map_err(|error| if stop() { Error::Stopped } else { error })?;
+    outcome.map_err(|error| if stop.over() { Error::Stopped } else { error })?;
     Ok(gathered)
 }
 
 impl Gathered {
+    /// How many bytes have to be read for its layer.
+    pub fn bytes(&self) -> u64 {
+        let spool = std::fs::metadata(self.aside.dir.join(SPOOL));
+        self.aside.on_disk + spool.map_or(0, |spool| spool.len())
+    }
+
     /// Makes the layer of it. When this returns, the layer is durable. Once `stop` says so it ends with
     /// [`Error::Stopped`] and leaves nothing.
     pub fn pack(mut self, store: &LayerStore, stop: Stop<'_>) -> Result<Captured> {
@@ -153,7 +165,7 @@ impl Gathered {
             self.play(&mut Writer::new(&mut sink), stop)?;
             sink.finish(self.tally.entries).at("write", path_of(b"the layer"))
         });
-        let info = packed.map_err(|error| if stop() { Error::Stopped } else { error })?;
+        let info = packed.map_err(|error| if stop.over() { Error::Stopped } else { error })?;
         Ok(std::mem::take(&mut self.tally).captured(info, self.begun))
     }
 
@@ -173,8 +185,9 @@ impl Gathered {
             let known = Entries::new(&header[..]).next_entry()?.ok_or_else(lost)?;
             let place = self.aside.dir.join(n.to_string());
             let clone = File::open(&place).at("open", &place)?;
-            let size = clone.metadata().at("stat", &place)?.len();
-            if !layer::content(out, &known.path, &clone, size, &known.meta, stop)? {
+            let Info { size, blocks, .. } = stat_fd(&clone).at("stat", &place)?;
+            let (path, meta) = (&known.path, &known.meta);
+            if !layer::content(out, path, &clone, size, blocks * 512, meta, stop)? {
                 return Err(lost());
             }
             // Its blocks are nobody else's once the file is written again. If it does not go now it goes
@@ -392,8 +405,9 @@ mod tests {
         let top = File::open(case.source()).unwrap();
         let mut ends = [0, 0];
         for asked in 0..200_u32 {
-            let left = std::cell::Cell::new(asked);
-            let stop = || left.replace(left.get().saturating_sub(1)) == 0;
+            let left = AtomicU32::new(asked);
+            let less = |n: u32| Some(n.saturating_sub(1));
+            let stop = || left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less) == Ok(0);
             let source = Source::Directory(top.as_fd());
             let gathered = gather_by(copy, 0, source, Writers::Frozen, &case.store, &stop);
             match gathered.and_then(|gathered| gathered.pack(&case.store, &stop)) {

@@ -14,9 +14,10 @@ use std::path::Path;
 use oci_spec::image::{Descriptor, MediaType};
 use sha2::{Digest as _, Sha256};
 
+use super::blob::Hashed;
 use super::bundle::Reader;
 use super::changes::Format;
-use super::layer::{Captured, Hashed, Source, Writers, capture};
+use super::layer::{Captured, Source, Writers, capture};
 use super::store::LayerStore;
 use super::tarfmt::{Entry, Kind};
 use super::unpack::unpack_checked;
@@ -102,7 +103,7 @@ fn one(
     // The first error is the one to tell; what stays is taken away by the sweep at start.
     let _ = remove::remove_tree(&scratch);
     failpoint::hit("upper.image.after");
-    outcome.map_err(|error| if stop() { Error::Stopped } else { error })
+    outcome.map_err(|error| if stop.over() { Error::Stopped } else { error })
 }
 
 /// Reads the compressed file once for its digest: nothing is unpacked from another file.

@@ -7,14 +7,15 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::io::{self, Write};
+use std::os::fd::BorrowedFd;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest as _, Sha256};
 
+use super::blob::{Hashed, Sink, read_back};
 use super::changes::{Change, Changes, Format, Kind, is_foreign_mark};
 use super::diff::Judge;
 use super::gather::Aside;
@@ -27,10 +28,12 @@ use crate::kernel::walk::{Dir, Info, stat_fd};
 use crate::model::head::Digest;
 use crate::model::view::Told;
 
-/// zstd's own default: about 400 MB/s, and a third of the size for source trees.
-const LEVEL: i32 = 3;
 /// First names of files with several are held until the last one was seen; bytes of them at most.
 const MAX_LINKED: usize = 256 << 20;
+/// Changes that the walk hands over together, and how often it may be so much ahead. A file is open
+/// for each.
+const TOGETHER: usize = 32;
+const AHEAD: usize = 4;
 
 /// What is captured.
 #[derive(Clone, Copy, Debug)]
@@ -112,11 +115,23 @@ pub fn capture(
     store: &LayerStore,
     stop: Stop<'_>,
 ) -> Result<Captured> {
-    capture_told(source, None, writers, store, stop)
+    captured(source, store, stop, |(changes, plain), tally, file| {
+        let judge = None;
+        pack_into(file, changes, |out| Pack {
+            out,
+            plain,
+            writers,
+            stop,
+            judge,
+            aside: None,
+            tally,
+        })
+    })
 }
 
 /// As [`capture`], for a bundle: each entry says what it is to `base`, the layers that the upper was
-/// mounted on. The layer is another one than without.
+/// mounted on. The layer is another one than without. It is read back from its file, whole, as it is
+/// written.
 pub fn capture_told(
     source: Source<'_>,
     base: Option<Lowers>,
@@ -124,20 +139,47 @@ pub fn capture_told(
     store: &LayerStore,
     stop: Stop<'_>,
 ) -> Result<Captured> {
+    captured(source, store, stop, |(changes, plain), tally, file| {
+        let judge = base.map(|base| Judge::new(base, stop));
+        read_back(file, stop, |file| {
+            pack_into(file, changes, |out| Pack {
+                out,
+                plain,
+                writers,
+                stop,
+                judge,
+                aside: None,
+                tally,
+            })
+        })
+    })
+}
+
+fn captured(
+    source: Source<'_>,
+    store: &LayerStore,
+    stop: Stop<'_>,
+    pack: impl FnOnce((Changes, bool), &mut Tally, &File) -> Result<LayerInfo>,
+) -> Result<Captured> {
     let begun = Instant::now();
-    let (changes, plain) = changes_of(source)?;
+    let changes = changes_of(source)?;
     let mut tally = Tally::default();
-    let judge = base.map(|base| Judge::new(base, stop));
-    let packed = store.add(|file| {
-        let mut sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
-        let out = Writer::new(&mut sink);
-        let mut pack = Pack { out, plain, writers, stop, judge, aside: None, tally: &mut tally };
-        pack.all(changes)?;
-        pack.out.finish().at("write", path_of(b"the layer"))?;
-        sink.finish(tally.entries).at("write", path_of(b"the layer"))
-    });
-    let info = packed.map_err(|error| if stop() { Error::Stopped } else { error })?;
+    let packed = store.add(|file| pack(changes, &mut tally, file));
+    let info = packed.map_err(|error| if stop.over() { Error::Stopped } else { error })?;
     Ok(tally.captured(info, begun))
+}
+
+fn pack_into<'t, F: Write>(
+    file: F,
+    changes: Changes,
+    pack: impl FnOnce(Writer<Sink<F>>) -> Pack<'t, Sink<F>>,
+) -> Result<LayerInfo> {
+    let sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
+    let mut pack = pack(Writer::new(sink));
+    pack.all(changes)?;
+    let entries = pack.tally.entries;
+    let ended = pack.out.finish().and_then(|sink| sink.finish(entries));
+    ended.at("write", path_of(b"the layer"))
 }
 
 /// The name that a layer of `source` would have, whose writers may run; nothing is stored.
@@ -176,8 +218,8 @@ pub(super) fn spool(
 
 fn changes_of(source: Source<'_>) -> Result<(Changes, bool)> {
     Ok(match source {
-        Source::Upper(fd, format) => (Changes::new(fd, format)?, false),
-        Source::Directory(fd) => (Changes::new(fd, Format::Trusted)?, true),
+        Source::Upper(fd, format) => (Changes::reading(fd, format)?, false),
+        Source::Directory(fd) => (Changes::reading(fd, Format::Trusted)?, true),
     })
 }
 
@@ -224,91 +266,169 @@ struct Linked {
     others: u32,
 }
 
+/// A change, as the walk met it.
+struct Met {
+    change: Change,
+    told: Option<Told>,
+    file: Option<File>,
+}
+
+/// Hands over the changes, some at a time, until nobody takes them any more.
+fn walk(
+    mut changes: Changes,
+    mut judge: Option<Judge<'_>>,
+    stop: Stop<'_>,
+    give: &SyncSender<Result<Vec<Met>>>,
+) {
+    loop {
+        let mut some = Vec::with_capacity(TOGETHER);
+        let met = loop {
+            let met = super::go_on(stop).and_then(|()| {
+                let Some(change) = changes.next().transpose()? else { return Ok(None) };
+                let told = told(&mut judge, &change, changes.here())?;
+                Ok(Some(Met { change, told, file: changes.file() }))
+            });
+            match met {
+                Ok(Some(met)) => some.push(met),
+                Ok(None) => break Ok(false),
+                Err(error) => break Err(error),
+            }
+            if some.len() == TOGETHER {
+                break Ok(true);
+            }
+        };
+        // What was met before an error comes before it.
+        if give.send(Ok(some)).is_err() {
+            return;
+        }
+        match met {
+            Ok(true) => {}
+            Ok(false) => return,
+            Err(error) => {
+                let _ = give.send(Err(error));
+                return;
+            }
+        }
+    }
+}
+
+/// What the change is to the base. A base that cannot be read keeps nobody's bytes from being
+/// saved: from there on nothing is told.
+fn told(judge: &mut Option<Judge<'_>>, change: &Change, here: &Dir) -> Result<Option<Told>> {
+    let Some(asked) = judge.as_mut().filter(|_| change.kind != Kind::Socket) else {
+        return Ok(None);
+    };
+    match asked.told(change, here) {
+        Ok(told) => Ok(Some(told)),
+        Err(Error::Stopped) => Err(Error::Stopped),
+        Err(_) => {
+            *judge = None;
+            Ok(None)
+        }
+    }
+}
+
 impl<W: Write> Pack<'_, W> {
-    fn all(&mut self, mut changes: Changes) -> Result<()> {
+    /// Packs all changes. A thread of its own goes ahead through the tree, since for small files that
+    /// takes as long as the rest.
+    fn all(&mut self, changes: Changes) -> Result<()> {
+        let (give, met) = sync_channel(AHEAD);
+        let (judge, stop) = (self.judge.take(), self.stop);
+        std::thread::scope(|scope| {
+            std::thread::Builder::new()
+                .name("walk".to_owned())
+                .spawn_scoped(scope, move || walk(changes, judge, stop, &give))
+                .at("start a thread for", path_of(b"the layer"))?;
+            self.met(met)
+        })
+    }
+
+    fn met(&mut self, met: Receiver<Result<Vec<Met>>>) -> Result<()> {
         // By device and inode.
         let mut linked = HashMap::<(u64, u64), Linked>::new();
         let mut held = 0;
-        while let Some(change) = changes.next().transpose()? {
-            super::go_on(self.stop)?;
-            self.check(&change)?;
-            let told = self.told(&change, changes.here())?;
-            let info = &change.info;
-            let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
-            let kind = match &change.kind {
-                Kind::Whiteout => {
-                    let meta = Meta { told, ..Meta::default() };
-                    self.entry(&change.path, &tarfmt::Kind::Whiteout, &meta)?;
-                    continue;
-                }
-                Kind::Socket => {
-                    self.tally.sockets += 1;
-                    continue;
-                }
-                Kind::Directory { .. } => tarfmt::Kind::Directory,
-                Kind::File => tarfmt::Kind::File { size: info.size },
-                Kind::Symlink(target) => tarfmt::Kind::Symlink { target: target.clone() },
-                Kind::Fifo => tarfmt::Kind::Fifo,
-                Kind::Device if info.kind == FileType::BlockDevice => {
-                    tarfmt::Kind::BlockDevice { major, minor }
-                }
-                Kind::Device => tarfmt::Kind::CharDevice { major, minor },
-            };
-            let meta = Meta { told, ..meta_of(&change) };
-            if info.nlink > 1 && kind != tarfmt::Kind::Directory {
-                let file = (info.dev, info.ino);
-                if let Some(known) = linked.get_mut(&file) {
-                    let link = tarfmt::Kind::HardLink { target: known.first.clone() };
-                    // All names of a file have one mode, owner, time and set of attributes.
-                    self.entry(&change.path, &link, &Meta { xattrs: Default::default(), ..meta })?;
-                    known.others = known.others.saturating_sub(1);
-                    if known.others == 0 {
-                        held -= known.first.len();
-                        linked.remove(&file);
+        for some in met {
+            for Met { change, told, file } in some? {
+                self.check(&change)?;
+                // In the measure of `size`, so that what that found is the end of it.
+                let own = u64::from(!change.path.is_empty());
+                let on_disk = change.info.blocks * 512 * own;
+                self.stop.did(0, own);
+                let info = &change.info;
+                let (major, minor) = (rustix::fs::major(info.rdev), rustix::fs::minor(info.rdev));
+                let kind = match &change.kind {
+                    Kind::Whiteout => {
+                        let meta = Meta { told, ..Meta::default() };
+                        self.entry(&change.path, &tarfmt::Kind::Whiteout, &meta)?;
+                        continue;
                     }
-                    continue;
-                }
-                held += change.path.len();
-                if held > MAX_LINKED {
-                    return Err(Error::NotPortable {
-                        path: Shown::bytes(&change.path),
-                        why: "the names of files with several names are longer than 256 MiB in \
+                    Kind::Socket => {
+                        self.tally.sockets += 1;
+                        continue;
+                    }
+                    Kind::Directory { .. } => tarfmt::Kind::Directory,
+                    Kind::File => tarfmt::Kind::File { size: info.size },
+                    Kind::Symlink(target) => tarfmt::Kind::Symlink { target: target.clone() },
+                    Kind::Fifo => tarfmt::Kind::Fifo,
+                    Kind::Device if info.kind == FileType::BlockDevice => {
+                        tarfmt::Kind::BlockDevice { major, minor }
+                    }
+                    Kind::Device => tarfmt::Kind::CharDevice { major, minor },
+                };
+                let meta = Meta { told, ..meta_of(&change) };
+                if info.nlink > 1 && kind != tarfmt::Kind::Directory {
+                    let file = (info.dev, info.ino);
+                    if let Some(known) = linked.get_mut(&file) {
+                        let link = tarfmt::Kind::HardLink { target: known.first.clone() };
+                        // All names of a file have one mode, owner, time and set of attributes.
+                        self.entry(
+                            &change.path,
+                            &link,
+                            &Meta { xattrs: Default::default(), ..meta },
+                        )?;
+                        known.others = known.others.saturating_sub(1);
+                        if known.others == 0 {
+                            held -= known.first.len();
+                            linked.remove(&file);
+                        }
+                        self.stop.did(on_disk, 0);
+                        continue;
+                    }
+                    held += change.path.len();
+                    if held > MAX_LINKED {
+                        return Err(Error::NotPortable {
+                            path: Shown::bytes(&change.path),
+                            why:
+                                "the names of files with several names are longer than 256 MiB in \
                               all; remove some of those links"
-                            .to_owned(),
-                    });
+                                    .to_owned(),
+                        });
+                    }
+                    linked.insert(
+                        file,
+                        Linked { first: change.path.clone(), others: info.nlink - 1 },
+                    );
                 }
-                linked.insert(file, Linked { first: change.path.clone(), others: info.nlink - 1 });
-            }
-            match kind {
-                tarfmt::Kind::File { .. } => {
-                    let name = path_of(change.name()).as_os_str();
-                    let file = changes.here().open_file(name)?;
-                    self.file(&change, file, &meta)?;
+                match kind {
+                    tarfmt::Kind::File { .. } => {
+                        // It was opened when it was met.
+                        let Some(file) = file else {
+                            return Err(Error::Changed { path: Shown::bytes(&change.path) });
+                        };
+                        self.file(&change, &file, &meta)?;
+                    }
+                    other => {
+                        self.entry(&change.path, &other, &meta)?;
+                        self.stop.did(on_disk, 0);
+                    }
                 }
-                other => self.entry(&change.path, &other, &meta)?,
-            }
-            if change.kind == (Kind::Directory { opaque: true }) {
-                // It says nothing but its name.
-                self.entry(&change.path, &tarfmt::Kind::Opaque, &Meta::default())?;
+                if change.kind == (Kind::Directory { opaque: true }) {
+                    // It says nothing but its name.
+                    self.entry(&change.path, &tarfmt::Kind::Opaque, &Meta::default())?;
+                }
             }
         }
         Ok(())
-    }
-
-    /// What the change is to the base. A base that cannot be read keeps nobody's bytes from being
-    /// saved: from there on nothing is told.
-    fn told(&mut self, change: &Change, here: &Dir) -> Result<Option<Told>> {
-        let Some(judge) = self.judge.as_mut().filter(|_| change.kind != Kind::Socket) else {
-            return Ok(None);
-        };
-        match judge.told(change, here) {
-            Ok(told) => Ok(Some(told)),
-            Err(Error::Stopped) => Err(Error::Stopped),
-            Err(_) => {
-                self.judge = None;
-                Ok(None)
-            }
-        }
     }
 
     fn check(&self, change: &Change) -> Result<()> {
@@ -347,22 +467,23 @@ impl<W: Write> Pack<'_, W> {
         self.out.entry(path, kind, meta).at("write", path_of(b"the layer"))
     }
 
-    fn file(&mut self, change: &Change, file: OwnedFd, meta: &Meta) -> Result<()> {
-        let file = File::from(file);
+    fn file(&mut self, change: &Change, file: &File, meta: &Meta) -> Result<()> {
         let path = path_of(&change.path);
-        let before = stat_fd(&file).at("stat", path)?;
         let size = change.info.size;
         self.count(&change.path);
+        let on_disk = change.info.blocks * 512;
         let whole = match &mut self.aside {
-            Some(aside) if aside.wants(&before) => {
-                aside.put(&change.path, &file, size, meta, &mut self.out, self.stop)?
+            Some(aside) if aside.wants(on_disk) => {
+                aside.put(change, file, meta, &mut self.out, self.stop)?
             }
-            Some(_) | None => content(&mut self.out, &change.path, &file, size, meta, self.stop)?,
+            Some(_) | None => {
+                content(&mut self.out, &change.path, file, size, on_disk, meta, self.stop)?
+            }
         };
+        let after = stat_fd(file).at("stat", path)?;
         // What is no run may have been cut off.
-        let whole = whole && file.metadata().at("stat", path)?.len() >= size;
-        let after = stat_fd(&file).at("stat", path)?;
-        if !whole || before.ino != change.info.ino || before.dev != change.info.dev {
+        let whole = whole && after.size >= size;
+        if !whole || after.ino != change.info.ino || after.dev != change.info.dev {
             return Err(Error::Changed { path: Shown::from(path) });
         }
         if stamp(&change.info) != stamp(&after) {
@@ -375,13 +496,14 @@ impl<W: Write> Pack<'_, W> {
     }
 }
 
-/// Writes the entry of a file of `size` bytes, and those of its bytes that are not zero. False if it has
-/// become shorter.
+/// Writes the entry of a file of `size` bytes, `on_disk` of them on the disk, and those of its bytes that
+/// are not zero. False if it has become shorter.
 pub(super) fn content<W: Write>(
     out: &mut Writer<W>,
     path: &[u8],
     file: &File,
     size: u64,
+    on_disk: u64,
     meta: &Meta,
     stop: Stop<'_>,
 ) -> Result<bool> {
@@ -396,6 +518,9 @@ pub(super) fn content<W: Write>(
     for run in &runs {
         whole = whole && copy_run(file, *run, out, stop).at("copy into the layer", shown)?;
     }
+    // Its bytes were counted as they passed; what they take on disk besides is a few.
+    let read: u64 = runs.iter().map(|run| run.len).sum();
+    stop.did(on_disk.saturating_sub(read), 0);
     out.pad().at("write", path_of(b"the layer"))?;
     Ok(whole)
 }
@@ -415,81 +540,6 @@ pub(super) fn meta_of(change: &Change) -> Meta {
         mtime_ns: info.mtime_ns,
         xattrs: change.xattrs.clone(),
         told: None,
-    }
-}
-
-/// Hashes and counts what passes through.
-pub(super) struct Hashed<T> {
-    inner: T,
-    hash: Sha256,
-    count: u64,
-}
-
-impl<T> Hashed<T> {
-    pub(super) fn new(inner: T) -> Self {
-        Self { inner, hash: Sha256::new(), count: 0 }
-    }
-
-    fn note(&mut self, bytes: &[u8]) {
-        self.hash.update(bytes);
-        self.count += bytes.len() as u64;
-    }
-
-    /// What was inside, the digest of what passed, and how many bytes that was.
-    pub(super) fn finish(self) -> (T, Digest, u64) {
-        (self.inner, Digest(self.hash.finalize().into()), self.count)
-    }
-}
-
-impl<W: Write> Write for Hashed<W> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let n = self.inner.write(bytes)?;
-        self.note(&bytes[..n]);
-        Ok(n)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
-    }
-}
-
-impl<R: io::Read> io::Read for Hashed<R> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let n = self.inner.read(buffer)?;
-        self.note(&buffer[..n]);
-        Ok(n)
-    }
-}
-
-/// Takes tar bytes in, puts a compressed file out, digests both.
-pub(super) struct Sink<'f> {
-    inner: BufWriter<Hashed<zstd::Encoder<'static, Hashed<BufWriter<&'f File>>>>>,
-}
-
-impl<'f> Sink<'f> {
-    pub(super) fn new(file: &'f File) -> io::Result<Self> {
-        let blob = Hashed::new(BufWriter::with_capacity(1 << 16, file));
-        let tar = Hashed::new(zstd::Encoder::new(blob, LEVEL)?);
-        Ok(Self { inner: BufWriter::with_capacity(1 << 16, tar) })
-    }
-
-    /// Ends the file (not fsynced) and says what it is.
-    pub(super) fn finish(self, entries: u64) -> io::Result<LayerInfo> {
-        let tar = self.inner.into_inner().map_err(|e| e.into_error())?;
-        let (encoder, diff_id, size_uncompressed) = tar.finish();
-        let (mut file, blob_digest, size_compressed) = encoder.finish()?.finish();
-        file.flush()?;
-        Ok(LayerInfo { diff_id, blob_digest, size_uncompressed, size_compressed, entries })
-    }
-}
-
-impl Write for Sink<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.inner.write(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.inner.flush()
     }
 }
 
@@ -514,7 +564,7 @@ mod tests {
         let (judge, aside) = (None, None);
         let tally_to = &mut tally;
         let mut pack = Pack { out, plain: false, writers, stop, judge, aside, tally: tally_to };
-        let outcome = pack.file(&change, file, &meta_of(&change));
+        let outcome = pack.file(&change, &file.into(), &meta_of(&change));
         (outcome, tally)
     }
 

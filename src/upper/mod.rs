@@ -28,6 +28,7 @@
 //!
 //! Not carried by a layer: sockets (counted), inode flags such as immutable, access times.
 
+mod blob;
 pub mod bundle;
 pub mod changes;
 pub mod diff;
@@ -60,6 +61,7 @@ use rustix::io::Errno;
 use crate::kernel;
 use crate::model::code::Code;
 use crate::model::head::Digest;
+use crate::progress::Waiting;
 
 /// A path for people: valid UTF-8 as it is, control characters and other bytes escaped.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -228,15 +230,15 @@ impl From<kernel::Error> for Error {
     }
 }
 
-/// Asked now and then by long work; true when it is not wanted any more.
-pub type Stop<'a> = &'a dyn Fn() -> bool;
+/// Asked now and then by long work whether it is still wanted, and told how far it is.
+pub type Stop<'a> = &'a dyn Waiting;
 
 /// [`Error::Stopped`] once `stop` says so.
 fn go_on(stop: Stop<'_>) -> Result<()> {
-    if stop() { Err(Error::Stopped) } else { Ok(()) }
+    if stop.over() { Err(Error::Stopped) } else { Ok(()) }
 }
 
-/// A reader that fails once it is not wanted any more.
+/// A reader that fails once it is not wanted any more, and counts its bytes.
 struct Stoppable<'s, R> {
     inner: R,
     stop: Stop<'s>,
@@ -245,7 +247,9 @@ struct Stoppable<'s, R> {
 impl<R: std::io::Read> std::io::Read for Stoppable<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         go_on(self.stop).map_err(std::io::Error::other)?;
-        self.inner.read(buffer)
+        let n = self.inner.read(buffer)?;
+        self.stop.did(n as u64, 0);
+        Ok(n)
     }
 }
 

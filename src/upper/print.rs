@@ -43,7 +43,7 @@ fn look(top: &Path, since: Option<(i64, u32)>, stop: Stop<'_>) -> Result<(Print,
             sum.update([0]);
             continue;
         };
-        if stop() {
+        if stop.over() {
             return Err(Error::Stopped);
         }
         let info = walk.here().stat(&entry.name)?;

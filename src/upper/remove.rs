@@ -26,6 +26,7 @@ use crate::kernel::walk::Dir;
 use crate::model::backing::Backing;
 use crate::model::facts::{Fact, Facts};
 use crate::model::ids::SessionId;
+use crate::progress::{Amount, Progress};
 
 /// A symlink whose target is the session id. A symlink, because its target lies in the inode: it
 /// comes into being with its name, by one journalled step, and needs no fsync of its own.
@@ -148,13 +149,24 @@ pub struct Removed {
     pub entries: u64,
 }
 
+impl From<Amount> for Removed {
+    fn from(done: Amount) -> Self {
+        Self { bytes: done.bytes, entries: done.entries }
+    }
+}
+
 /// Removes the directory of a session whose overlay is proved gone. `trash` is on the same file
-/// system (root only; made if missing).
-pub fn remove(sessions: &Path, gone: &ProvedGone, trash: &Path) -> Result<Removed> {
+/// system (root only; made if missing). What is gone already is counted in `progress`.
+pub fn remove(
+    sessions: &Path,
+    gone: &ProvedGone,
+    trash: &Path,
+    progress: &Progress,
+) -> Result<Removed> {
     let id = gone.session;
     let path = sessions.join(id.to_string());
     if path.symlink_metadata().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound) {
-        return go_on(trash, id);
+        return go_on(trash, id, progress);
     }
     check_marker(&Dir::open(&path)?, id)?;
     refuse_mounts_below(&path)?;
@@ -167,13 +179,13 @@ pub fn remove(sessions: &Path, gone: &ProvedGone, trash: &Path) -> Result<Remove
     rustix::fs::fsync(&to).at("fsync", trash)?;
     rustix::fs::fsync(&from).at("fsync", sessions)?;
     failpoint::hit("upper.remove.rename.after");
-    remove_trashed(&to, OsStr::new(&name))
+    remove_trashed(&to, OsStr::new(&name), progress)
 }
 
 /// A removal done again: the directory is in the trash already, or nowhere.
-fn go_on(trash: &Path, id: SessionId) -> Result<Removed> {
+fn go_on(trash: &Path, id: SessionId, progress: &Progress) -> Result<Removed> {
     match trash.join(id.to_string()).symlink_metadata() {
-        Ok(_) => remove_trashed(&Dir::open(trash)?, OsStr::new(&id.to_string())),
+        Ok(_) => remove_trashed(&Dir::open(trash)?, OsStr::new(&id.to_string()), progress),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Removed::default()),
         Err(e) => Err(e).at("look into", trash),
     }
@@ -202,10 +214,10 @@ pub fn trashed(trash: &Path) -> Result<Vec<OsString>> {
 /// Goes on with one removal that a crash cut off.
 pub fn finish_removal(trash: &Path, name: &OsStr) -> Result<Removed> {
     refuse_mounts_below(&trash.join(name))?;
-    remove_trashed(&Dir::open(trash)?, name)
+    remove_trashed(&Dir::open(trash)?, name, &Progress::default())
 }
 
-fn remove_trashed(trash: &Dir, name: &OsStr) -> Result<Removed> {
+fn remove_trashed(trash: &Dir, name: &OsStr, progress: &Progress) -> Result<Removed> {
     let path = trash.path().join(name);
     let unmarked = |why: &str| Error::Unmarked { path: Shown::from(&*path), why: why.to_owned() };
     let id: SessionId = name
@@ -213,20 +225,19 @@ fn remove_trashed(trash: &Dir, name: &OsStr) -> Result<Removed> {
         .and_then(|n| n.parse().ok())
         .ok_or_else(|| unmarked("its name is no session id"))?;
     let dir = trash.child(name)?;
-    let mut removed = Removed::default();
     failpoint::fails("upper.remove.before").at("remove", &path)?;
     // The marker goes last; an empty directory is one whose marker went already.
     if dir.entries()?.next().is_some() {
         check_marker(&dir, id)?;
-        empty(reopen(&dir, &path)?, Some(OsStr::new(MARKER)), &mut removed)?;
+        empty(reopen(&dir, &path)?, Some(OsStr::new(MARKER)), progress)?;
         unlink(&dir, OsStr::new(MARKER), AtFlags::empty())?;
-        removed.entries += 1;
+        progress.did(0, 1);
     }
     unlink(trash, name, AtFlags::REMOVEDIR)?;
-    removed.entries += 1;
+    progress.did(0, 1);
     rustix::fs::fsync(trash).at("fsync", trash.path())?;
     failpoint::hit("upper.remove.after");
-    Ok(removed)
+    Ok(progress.done().into())
 }
 
 fn check_marker(dir: &Dir, id: SessionId) -> Result<()> {
@@ -271,10 +282,10 @@ pub(super) fn remove_tree(path: &Path) -> Result<Removed> {
         _ => return Err(Errno::INVAL).at("remove", path),
     };
     let above = Dir::open(if above.as_os_str().is_empty() { Path::new(".") } else { above })?;
-    let mut removed = Removed::default();
-    empty(above.child(name)?, None, &mut removed)?;
+    let progress = Progress::default();
+    empty(above.child(name)?, None, &progress)?;
     unlink(&above, name, AtFlags::REMOVEDIR)?;
-    Ok(removed)
+    Ok(progress.done().into())
 }
 
 #[cfg(test)]
@@ -353,7 +364,8 @@ pub(super) mod tests {
         assert!(dirs.upper.starts_with(&image.disk) && dirs.work.starts_with(&image.disk));
         assert!(image.disk.is_dir() && !dirs.upper.exists());
         std::fs::write(&image.file, vec![1; 10_000]).unwrap();
-        let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
+        let removed =
+            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap();
         // The image, its mount point, merged, the marker, the top.
         assert_eq!(removed.entries, 5);
         assert!(removed.bytes >= 10_000, "{removed:?}");
@@ -386,7 +398,8 @@ pub(super) mod tests {
         std::fs::write(dirs.upper.join("a"), vec![1; 10_000]).unwrap();
         std::fs::hard_link(dirs.upper.join("a"), dirs.upper.join("b")).unwrap();
         std::fs::create_dir_all(dirs.upper.join("x/y/z")).unwrap();
-        let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
+        let removed =
+            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap();
         // 3 symlinks, 2 names, 3 directories; marker, upper, work, merged, the top.
         assert_eq!(removed.entries, 3 + 2 + 3 + 5);
         assert!(removed.bytes >= 10_000, "{removed:?}");
@@ -410,7 +423,8 @@ pub(super) mod tests {
         ];
         for spoil in markers {
             spoil(&dirs.root.join(MARKER));
-            let error = remove(&place.sessions, &gone(id), &place.trash).unwrap_err();
+            let error =
+                remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap_err();
             assert!(matches!(error, Error::Unmarked { .. }), "{error}");
             assert!(dirs.upper.exists());
         }
@@ -428,8 +442,14 @@ pub(super) mod tests {
         let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
         std::fs::create_dir(&place.trash).unwrap();
         std::fs::rename(&dirs.root, place.trash.join(id.to_string())).unwrap();
-        assert_eq!(remove(&place.sessions, &gone(id), &place.trash).unwrap().entries, 5);
-        assert_eq!(remove(&place.sessions, &gone(id), &place.trash).unwrap(), Removed::default());
+        assert_eq!(
+            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap().entries,
+            5
+        );
+        assert_eq!(
+            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap(),
+            Removed::default()
+        );
     }
 
     #[test]
@@ -457,7 +477,8 @@ pub(super) mod tests {
         for n in 0..3 * super::super::empty::BATCH {
             std::fs::create_dir_all(dirs.work.join(format!("{n}/full"))).unwrap();
         }
-        let removed = remove(&place.sessions, &gone(id), &place.trash).unwrap();
+        let removed =
+            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap();
         assert_eq!(removed.entries, 10_001 + 6 * super::super::empty::BATCH as u64 + 5);
     }
 }

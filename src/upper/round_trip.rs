@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 use std::path::Path;
+use std::sync::atomic::Ordering::SeqCst;
 
 use proptest::prelude::*;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, XattrFlags};
@@ -219,15 +220,9 @@ fn a_capture_that_is_not_wanted_any_more_ends_and_leaves_nothing() {
     std::os::unix::fs::FileExt::write_at(&file, &[7; 3 << 20], 0).unwrap();
     let fd = File::open(&case.source).unwrap();
     for asked in [0, 1, 5, 30, 60] {
-        let left = std::cell::Cell::new(asked);
+        let left = std::sync::atomic::AtomicU32::new(asked);
         // Once not wanted, never wanted again.
-        let stop = || match left.get() {
-            0 => true,
-            n => {
-                left.set(n - 1);
-                false
-            }
-        };
+        let stop = || left.fetch_update(SeqCst, SeqCst, |n| n.checked_sub(1)).is_err();
         let source = Source::Directory(fd.as_fd());
         let outcome = capture(source, Writers::Running, &case.store, &stop);
         assert!(matches!(outcome, Err(Error::Stopped)), "{asked}: {outcome:?}");
@@ -449,4 +444,33 @@ proptest! {
         let tree = case.store.ensure_tree(first.diff_id).unwrap();
         prop_assert_eq!(capture_dir(&tree, &case.store).unwrap().diff_id, first.diff_id);
     }
+}
+
+#[test]
+fn a_capture_counts_what_size_finds() {
+    let tmp = tempfile::tempdir().unwrap();
+    let (top, store) = (tmp.path().join("upper"), tmp.path().join("layers"));
+    std::fs::create_dir_all(top.join("d/e")).unwrap();
+    std::fs::write(top.join("d/small"), b"x").unwrap();
+    std::fs::write(top.join("d/large"), vec![7; 3_000_000]).unwrap();
+    std::fs::hard_link(top.join("d/large"), top.join("d/e/again")).unwrap();
+    std::os::unix::fs::symlink("d", top.join("link")).unwrap();
+    // Of a hole nothing is on the disk.
+    let sparse = File::create(top.join("sparse")).unwrap();
+    sparse.set_len(1 << 30).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&sparse, &[7; 100_000], 1 << 20).unwrap();
+    let dir = File::open(&top).unwrap();
+    // What is not written out yet may not have its blocks.
+    rustix::fs::syncfs(&dir).unwrap();
+    let (bytes, entries) = super::size::size(&top).unwrap();
+    let progress = crate::progress::Progress::default();
+    let counted = crate::progress::Counted { stop: || false, progress: &progress };
+    let store = LayerStore::open(&store).unwrap();
+    let source = Source::Directory(dir.as_fd());
+    capture(source, Writers::Running, &store, &counted).unwrap();
+    let done = progress.done();
+    assert_eq!(done.entries, entries);
+    // A run begins and ends at grains that the disk does not know.
+    assert!(done.bytes.abs_diff(bytes) <= 2 * 65536, "{done:?}, and there are {bytes}");
+    assert!(bytes > 6_000_000, "{bytes}");
 }

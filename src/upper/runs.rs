@@ -20,6 +20,10 @@ const GRAIN: u64 = 64 << 10;
 /// The parts of a file of `size` bytes that are not zero. A file that is being cut gives runs
 /// beyond its end.
 pub(super) fn of(file: &File, size: u64, stop: Stop<'_>) -> io::Result<Vec<Run>> {
+    // Too short for a hole.
+    if size < GRAIN {
+        return Ok((size > 0).then_some(Run { at: 0, len: size }).into_iter().collect());
+    }
     let mut runs = Runs { all: Vec::new(), grain: GRAIN, size };
     let mut buffer = vec![0; GRAIN as usize];
     let mut at = 0;
@@ -114,6 +118,7 @@ pub(super) fn copy_run(
             Ok(got) => {
                 out.write_all(&buffer[..got])?;
                 done += got as u64;
+                stop.did(got as u64, 0);
             }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(e),

@@ -18,7 +18,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{BufReader, Read, Write as _};
+use std::io::{Read, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -26,8 +26,9 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use super::blob::{Sink, check_entries, read_blob};
 use super::changes::Format;
-use super::layer::{self, Hashed, Sink, Source};
+use super::layer::{self, Source};
 use super::tarfmt::Entries;
 use super::unpack::unpack;
 use super::{
@@ -314,7 +315,7 @@ impl LayerStore {
             let (from, mut to) = (File::open(&path).at("open", &path)?, file);
             // By pieces, between which somebody may want it to end.
             while std::io::copy(&mut (&from).take(PIECE), &mut to).at("copy", &path)? > 0 {
-                if stop() {
+                if stop.over() {
                     return Err(Error::Stopped);
                 }
             }
@@ -338,13 +339,8 @@ impl LayerStore {
     fn check_file(&self, info: &LayerInfo, stop: Stop<'_>) -> Result<()> {
         let path = self.blob_path(info.diff_id);
         let blob = File::open(&path).at("open", &path)?;
-        let read = read_blob(Stoppable { inner: blob, stop }, info, |tar| {
-            let mut entries = Entries::new(tar);
-            let count = entries.check_all()?;
-            entries.drain()?;
-            Ok(count)
-        });
-        read.map_err(|error| if stop() { Error::Stopped } else { error })
+        let read = read_blob(Stoppable { inner: blob, stop }, info, check_entries);
+        read.map_err(|error| if stop.over() { Error::Stopped } else { error })
     }
 
     /// Unpacks a layer into an empty directory, which becomes an upper.
@@ -357,7 +353,7 @@ impl LayerStore {
         let (info, path) = (self.info(diff_id)?, self.blob_path(diff_id));
         let blob = Stoppable { inner: File::open(&path).at("open", &path)?, stop };
         read_blob(blob, &info, |tar| unpack(tar, upper))
-            .map_err(|error| if stop() { Error::Stopped } else { error })
+            .map_err(|error| if stop.over() { Error::Stopped } else { error })
     }
 
     /// Makes the tree of a layer if it is not complete, and returns its path. The content is
@@ -441,7 +437,7 @@ impl LayerStore {
         }
         let tree = Dir::open(&dir.join(TREE))?;
         let found = layer::diff_id(Source::Upper(tree.as_fd(), Format::Trusted), stop)
-            .map_err(|error| if stop() { Error::Stopped } else { error })?;
+            .map_err(|error| if stop.over() { Error::Stopped } else { error })?;
         match found == diff_id {
             true => Ok(true),
             false => Err(Error::Corrupt {
@@ -469,43 +465,13 @@ impl LayerStore {
     }
 }
 
-/// Reads a compressed layer through `consume`, which sees the tar, and compares everything with
-/// what `info` says.
-pub(super) fn read_blob(
-    blob: impl Read,
-    info: &LayerInfo,
-    consume: impl FnOnce(&mut dyn Read) -> Result<u64>,
-) -> Result<()> {
-    let what = || format!("layer {}", info.diff_id);
-    let compare = |name: &str, got: String, want: String| match got == want {
-        true => Ok(()),
-        false => {
-            Err(Error::Corrupt { what: what(), why: format!("its {name} is {got}, not {want}") })
-        }
-    };
-    let at = path_of(b"the layer");
-    let blob = Hashed::new(blob.take(info.size_compressed.saturating_add(1)));
-    let mut decoder = zstd::Decoder::with_buffer(BufReader::new(blob)).at("decompress", at)?;
-    let mut tar = Hashed::new(decoder.by_ref().take(info.size_uncompressed.saturating_add(1)));
-    let entries = consume(&mut tar)?;
-    let (_, diff_id, size) = tar.finish();
-    compare("length", size.to_string(), info.size_uncompressed.to_string())?;
-    compare("digest", diff_id.to_string(), info.diff_id.to_string())?;
-    compare("number of entries", entries.to_string(), info.entries.to_string())?;
-    let mut blob = decoder.finish();
-    std::io::copy(&mut blob, &mut std::io::sink()).at("read", at)?;
-    let (_, digest, size) = blob.into_inner().finish();
-    compare("compressed length", size.to_string(), info.size_compressed.to_string())?;
-    compare("compressed digest", digest.to_string(), info.blob_digest.to_string())
-}
-
 /// A reader that writes what it reads to a second place.
-struct Copied<'s, 'f, R> {
+struct Copied<'s, R, W> {
     from: R,
-    to: &'s mut Sink<'f>,
+    to: &'s mut W,
 }
 
-impl<R: Read> Read for Copied<'_, '_, R> {
+impl<R: Read, W: std::io::Write> Read for Copied<'_, R, W> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
         let n = self.from.read(buffer)?;
         self.to.write_all(&buffer[..n])?;

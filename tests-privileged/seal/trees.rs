@@ -1,5 +1,7 @@
 //! Trees that are deep, hostile, or have many files.
 
+use overfence::progress::Progress;
+
 use super::*;
 
 pub(super) fn tests() -> Vec<Test> {
@@ -32,7 +34,7 @@ fn hostile(place: &Place) {
 
     let at = seal::Place::of(&root, &upper);
     let _end = Unsealed(&at);
-    let (progress, never) = (seal::Progress::default(), || false);
+    let (progress, never) = (Progress::default(), || false);
     // A mount in it is another file system's business: refused by name, and taken up again.
     // Of several names some are met before the deep one and some after it, where its path is whole again.
     for n in 0..4 {
@@ -45,7 +47,7 @@ fn hostile(place: &Place) {
         std::fs::remove_dir(&mount).unwrap();
     }
 
-    let progress = seal::Progress::default();
+    let progress = Progress::default();
     let proof = seal::seal(&at, &progress, &never).unwrap().unwrap();
     eprintln!("{}; {} us", proof.answer, proof.took_us);
     assert!(proof.answer.contains(&format!("set on {},", levels + 2)), "{}", proof.answer);
@@ -53,13 +55,13 @@ fn hostile(place: &Place) {
     assert!(!immutable(File::open(outside.join("precious")).unwrap()));
     assert!(!immutable(File::open(&outside).unwrap()));
     // Stopped at once it has changed nothing, and says that it is not done.
-    assert_eq!(seal::unseal(&at, &seal::Progress::default(), &|| true).unwrap(), None);
+    assert_eq!(seal::unseal(&at, &Progress::default(), &|| true).unwrap(), None);
     assert!(immutable(&here));
-    let cleared = seal::unseal(&at, &seal::Progress::default(), &never).unwrap();
+    let cleared = seal::unseal(&at, &Progress::default(), &never).unwrap();
     assert_eq!(cleared, Some(levels + 2));
     assert!(!immutable(&here) && !immutable(File::open(&upper).unwrap()));
     seal::end(&at).unwrap();
-    assert_eq!(seal::unseal(&at, &seal::Progress::default(), &never).unwrap(), Some(0));
+    assert_eq!(seal::unseal(&at, &Progress::default(), &never).unwrap(), Some(0));
     drop(here);
     must(Command::new("rm").arg("-rf").arg(&upper));
 }
@@ -115,6 +117,6 @@ struct Unsealed<'a>(&'a overfence::kernel::seal::Place);
 impl Drop for Unsealed<'_> {
     fn drop(&mut self) {
         use overfence::kernel::seal;
-        let _ = seal::unseal(self.0, &seal::Progress::default(), &|| false);
+        let _ = seal::unseal(self.0, &Progress::default(), &|| false);
     }
 }

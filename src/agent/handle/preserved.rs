@@ -21,6 +21,7 @@ use crate::model::step::Event;
 use crate::model::view::{
     ExportSession, Exported, GcItem, GcReport, KeepSession, PathText, PreservedView, SessionView,
 };
+use crate::progress::{Amount, Counted, What};
 use crate::store::Durability;
 use crate::upper::bundle::{self, Provenance, Readers};
 use crate::upper::layer::{Captured, Escaped};
@@ -212,7 +213,12 @@ fn export(
     let made = LayerStore::open(&scratch).map_err(of_upper).and_then(|layers| {
         let base = host.shown_by(&s.base.head).ok();
         let captured = host
-            .with_upper(slot, |upper| capture_delta(&layers, upper, base, &stop))
+            .with_upper(slot, |upper| {
+                host.showing(slot, What::Capture, slot.measured(), |progress| {
+                    let stop = Counted { stop: &stop, progress };
+                    capture_delta(&layers, upper, base, &stop)
+                })
+            })
             .map_err(|why| Failure::new(Code::MountFailed, why))?
             .map_err(of_upper)?;
         let Some(captured) = captured else {
@@ -229,7 +235,9 @@ fn export(
             return Err(denied(&now, Code::Busy));
         }
         let stable = is_stable(&s, &now);
-        bundle_of(host, &s, &layers, &captured, stable, to, &stop)
+        let excerpt = host.store.evidence_of(s.id).map_err(internal)?;
+        let provenance = provenance(&s, stable, captured.escaped.clone(), &excerpt);
+        bundle_of(host, slot, &layers, &captured, &provenance, to, &stop)
     });
     drop_scratch(&scratch);
     let made = made?;
@@ -253,31 +261,28 @@ fn is_stable(before: &Session, now: &Session) -> bool {
     })
 }
 
-/// Writes the bundle and reads it back.
+/// Writes the bundle of a layer that was read back.
 fn bundle_of(
     host: &Host,
-    s: &Session,
+    slot: &Slot,
     layers: &LayerStore,
     captured: &Captured,
-    stable: bool,
+    provenance: &Provenance,
     (path, readers): (PathBuf, Readers),
-    stop: crate::upper::Stop<'_>,
+    stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<MadeBundle, Failure> {
-    let excerpt = host.store.evidence_of(s.id).map_err(internal)?;
-    let provenance = provenance(s, stable, captured.escaped.clone(), &excerpt);
     if let Some(parent) = path.parent() {
         std::fs::create_dir_all(parent).map_err(internal)?;
     }
-    let made = bundle::export(layers, captured.diff_id, &provenance, &path, readers, stop)
-        .map_err(of_upper)?;
-    let report = bundle::verify(&path)
-        .map_err(|e| Failure::new(Code::BundleInvalid, crate::agent::effects::text(e)))?;
-    if report.manifest != made.manifest {
-        let why = "the bundle read back is not the one written";
-        return Err(Failure::new(Code::BundleInvalid, why));
-    }
+    let total = Amount { bytes: captured.size_compressed, entries: 0 };
+    let made = host.showing(slot, What::Export, total, |progress| {
+        let stop = Counted { stop, progress };
+        bundle::export(layers, captured.diff_id, provenance, &path, readers, &stop)
+    });
+    let made = made.map_err(of_upper)?;
     let (digest, layer) = (made.manifest, Some(captured.diff_id));
-    Ok(MadeBundle { path, digest, layer, stable, generation: s.generation })
+    let Provenance { stable, generation, .. } = *provenance;
+    Ok(MadeBundle { path, digest, layer, stable, generation })
 }
 
 /// The newest entries that fit: a manifest has a limit.

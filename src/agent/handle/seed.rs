@@ -17,6 +17,7 @@ use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::open::{Made, Seed, Wish};
 use crate::agent::slot::Slot;
+use crate::agent::under_way::Whose;
 use crate::failpoint;
 use crate::kernel::walk::Dir;
 use crate::model::code::Code;
@@ -24,6 +25,7 @@ use crate::model::head::{Head, HeadAt};
 use crate::model::ids::{PublicationKey, WorkspaceId};
 use crate::model::session::{Seeded, Session, State};
 use crate::model::view::{ApplyBundle, Opened, ReadmitSession, SessionView};
+use crate::progress::{Amount, Counted, What};
 use crate::upper::store::LayerStore;
 use crate::upper::{Shown, Stop, bundle, rebase};
 
@@ -102,7 +104,11 @@ fn apply(host: &Arc<Host>, by: &Caller, wish: ApplyBundle) -> Result<Made, Failu
     let stop = || host.stopping();
     let made = (|| {
         let upper = stage.upper()?;
-        let unpacked = bundle::unpack_into(&path, upper.as_fd(), &stop);
+        let total = Amount { bytes: read.layer.size_compressed, entries: 0 };
+        let whose = Whose::Workspace(workspace.clone());
+        let unpacked = host.under_way.showing(What::Seed, whose, total, |progress| {
+            bundle::unpack_into(&path, upper.as_fd(), &Counted { stop, progress })
+        });
         // The bundle may have been exchanged since it was looked at.
         let same = |found: bundle::Bundle| {
             let changed = "the bundle changed while it was read";
@@ -160,11 +166,20 @@ fn readmit(
         let upper = stage.upper()?;
         let layers = LayerStore::open(&stage.layers()).map_err(of_upper)?;
         let captured = host
-            .with_upper(former, |upper| capture_upper(&layers, upper, true, &stop))
+            .with_upper(former, |upper| {
+                host.showing(former, What::Capture, former.measured(), |progress| {
+                    capture_upper(&layers, upper, true, &Counted { stop: &stop, progress })
+                })
+            })
             .map_err(|why| Failure::new(Code::MountFailed, why))?
             .map_err(of_upper)?;
         if let Some(captured) = captured {
-            layers.unpack_into(captured.diff_id, upper.as_fd(), &stop).map_err(of_upper)?;
+            let total = Amount { bytes: captured.size_compressed, entries: 0 };
+            let unpacked = host.showing(former, What::Seed, total, |progress| {
+                let stop = Counted { stop: &stop, progress };
+                layers.unpack_into(captured.diff_id, upper.as_fd(), &stop)
+            });
+            unpacked.map_err(of_upper)?;
         }
         fit(host, &upper, &s.base.head, &s.expected.head, &now.head, &stop)?;
         let record = Seeded {

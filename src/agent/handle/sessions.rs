@@ -26,6 +26,7 @@ use crate::model::view::{
     ReadmitSession, SessionView,
 };
 use crate::model::workspace::{Acquire, Acquired, Publish, Refusal};
+use crate::progress::{Counted, What};
 use crate::store::Durability;
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Source};
@@ -388,7 +389,10 @@ impl Host {
             return changes::is_empty(upper.as_fd()).map_err(internal);
         }
         let source = Source::Upper(upper.as_fd(), Format::Trusted);
-        match layer::diff_id(source, &|| self.stopping()) {
+        let read = self.showing(slot, What::Compare, slot.measured(), |progress| {
+            layer::diff_id(source, &Counted { stop: || self.stopping(), progress })
+        });
+        match read {
             Ok(now) => Ok(Some(now) == own),
             Err(crate::upper::Error::Changed { .. }) => Ok(false),
             Err(fault) => Err(of_upper(fault)),

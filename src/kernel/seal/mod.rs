@@ -38,26 +38,13 @@ use super::walk::{self, Dir};
 use super::{At as _, Error, Result, clock, proc_path};
 use crate::failpoint;
 use crate::model::facts::Proof;
+use crate::progress::{Amount, Progress};
 
 /// The name of the record, beside the upper.
 const RECORD: &str = "seal";
 
 /// Says when to give up early.
 pub type Stop<'a> = &'a (dyn Fn() -> bool + Sync);
-
-/// How far a seal or its end is, in files and directories.
-#[derive(Debug, Default)]
-pub struct Progress {
-    done: AtomicU64,
-    total: AtomicU64,
-}
-
-impl Progress {
-    /// Done, and how many there are; 0 while they are counted.
-    pub fn now(&self) -> (u64, u64) {
-        (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
-    }
-}
 
 /// The upper of a session and the record beside it.
 #[derive(Clone, Debug)]
@@ -83,7 +70,8 @@ pub fn sync(upper: &Path) -> Result<()> {
     rustix::fs::syncfs(Dir::open(upper)?).at("sync the file system of", upper)
 }
 
-/// Seals. `None`: it was stopped early; the record stays and the next one goes on.
+/// Seals; files and directories are counted. `None`: it was stopped early; the record stays and the
+/// next one goes on.
 ///
 /// # Errors
 /// The file system knows no such flag, or something could not be sealed.
@@ -100,12 +88,12 @@ pub fn seal(place: &Place, progress: &Progress, stop: Stop<'_>) -> Result<Option
             record
         }
     };
-    progress.total.store(record.entries, Ordering::Relaxed);
+    progress.expect(Amount { bytes: 0, entries: record.entries });
     let set = Set { progress };
     let Some(left) = tree::walk(&place.upper, Order::Before, &set, stop)? else {
         return Ok(None);
     };
-    let (done, own) = (progress.now().0, record.own.len());
+    let (done, own) = (progress.done().entries, record.own.len());
     let had = if own > 0 { format!(" ({own} had it before)") } else { String::new() };
     Ok(Some(Proof {
         asked: "FS_IMMUTABLE on each file and directory of the upper, read back, then faccessat \
@@ -126,10 +114,10 @@ pub fn seal(place: &Place, progress: &Progress, stop: Stop<'_>) -> Result<Option
 pub fn unseal(place: &Place, progress: &Progress, stop: Stop<'_>) -> Result<Option<u64>> {
     let record = Record::read(&place.record)?.filter(|record| !record.ended);
     let Some(record) = record else { return Ok(Some(0)) };
-    progress.total.store(record.entries, Ordering::Relaxed);
+    progress.expect(Amount { bytes: 0, entries: record.entries });
     let clear = Clear { progress, own: &record.own };
     let left = tree::walk(&place.upper, Order::After, &clear, stop)?;
-    Ok(left.map(|_| progress.now().0))
+    Ok(left.map(|_| progress.done().entries))
 }
 
 /// Notes that no flag is ours any more. What had the flag before stays listed: who asks after a
@@ -216,7 +204,7 @@ impl Set<'_> {
             Ok(()) => return Err(odd(path, "it carries the flag, and is granted for writing")),
             Err(e) => return Err(e).at("write-probe", path),
         }
-        self.progress.done.fetch_add(1, Ordering::Relaxed);
+        self.progress.did(0, 1);
         Ok(())
     }
 }
@@ -246,7 +234,7 @@ impl Clear<'_> {
                 return Err(odd(path, "the flag was taken off and is there again"));
             }
         }
-        self.progress.done.fetch_add(1, Ordering::Relaxed);
+        self.progress.did(0, 1);
         Ok(())
     }
 

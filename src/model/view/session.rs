@@ -167,6 +167,9 @@ pub struct SessionView {
     /// How far a seal, or its end, is: while one is under way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sealing: Option<SealingView>,
+    /// How far work is that takes long, a seal among it: while some is under way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub progress: Option<ProgressView>,
     /// Who keeps the overlay from becoming read-only.
     #[schema(value_type = Vec<Object>)]
     pub holders: Vec<Holder>,
@@ -256,6 +259,28 @@ pub struct SealingView {
     pub done: u64,
     /// How many there are; 0 while they are counted.
     pub total: u64,
+}
+
+/// Long work under way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ProgressView {
+    /// `seal`, `unseal`, `capture`, `pack`, `compare`, `export`, `verify`, `seed` or `remove`; others may
+    /// come.
+    pub what: String,
+    /// Bytes that are done: on disk for `capture`, `pack`, `compare` and `remove`, of the compressed
+    /// layer for `export`, `verify` and `seed`.
+    pub bytes: u64,
+    /// Files, directories and other names that are done.
+    pub entries: u64,
+    /// How many bytes there are, by what was measured last; absent where that is not known without
+    /// looking.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_bytes: Option<u64>,
+    /// How many entries there are, likewise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub total_entries: Option<u64>,
+    /// Milliseconds since it began.
+    pub took_ms: u64,
 }
 
 /// One proved fact.

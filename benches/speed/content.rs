@@ -126,9 +126,15 @@ fn large(top: &Path) {
     let mut block = vec![0; 1 << 20];
     rustix::rand::getrandom(&mut block[..1 << 19], rustix::rand::GetRandomFlags::empty()).unwrap();
     let mut file = File::create(top.join("large")).unwrap();
-    for n in 0..LARGE >> 20 {
-        block[..8].copy_from_slice(&n.to_ne_bytes());
-        block[..1 << 19].rotate_left(17);
+    for _ in 0..LARGE >> 20 {
+        // No two of them are the same, or a window of 2 MiB would find them.
+        let mut seed = u64::from_ne_bytes(block[..8].try_into().unwrap()) | 1;
+        for word in block[..1 << 19].chunks_exact_mut(8) {
+            seed ^= seed << 13;
+            seed ^= seed >> 7;
+            seed ^= seed << 17;
+            word.copy_from_slice(&seed.to_ne_bytes());
+        }
         file.write_all(&block).unwrap();
     }
 }
@@ -198,7 +204,9 @@ fn carried(rig: &Rig, place: &Place, name: &str, make: impl FnOnce(&Path)) {
 }
 
 fn wait_gone(rig: &Rig, id: &str) {
-    while rig.session(id).state != "CLOSED" {
+    // A closed session is soon unknown.
+    let place = overfence::api::client::path(&["sessions", id]);
+    while rig.client.get::<SessionView>(&place).is_ok_and(|view| view.state != "CLOSED") {
         std::thread::sleep(Duration::from_millis(5));
     }
 }

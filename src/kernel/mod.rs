@@ -28,6 +28,7 @@ use std::sync::OnceLock;
 
 use rustix::io::Errno;
 
+pub mod background;
 pub mod blockers;
 pub mod cgroup;
 pub mod clock;

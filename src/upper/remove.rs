@@ -20,6 +20,7 @@ use super::empty::{empty, unlink};
 use super::tree::reopen;
 use super::{At as _, Error, Result, Shown};
 use crate::failpoint;
+use crate::kernel::background;
 use crate::kernel::image::Image;
 use crate::kernel::mountinfo;
 use crate::kernel::walk::Dir;
@@ -229,7 +230,10 @@ fn remove_trashed(trash: &Dir, name: &OsStr, progress: &Progress) -> Result<Remo
     // The marker goes last; an empty directory is one whose marker went already.
     if dir.entries()?.next().is_some() {
         check_marker(&dir, id)?;
-        empty(reopen(&dir, &path)?, Some(OsStr::new(MARKER)), progress)?;
+        let top = reopen(&dir, &path)?;
+        // Running sessions have the disk first.
+        background::run(|| empty(top, Some(OsStr::new(MARKER)), progress))
+            .at("start a thread for removing", &path)??;
         unlink(&dir, OsStr::new(MARKER), AtFlags::empty())?;
         progress.did(0, 1);
     }

@@ -211,8 +211,9 @@ fn write(
     let to = blobs.join(info.blob_digest.hex());
     // The very file that was read back, where it may have the same readers.
     let linked = readers == Readers::Owner && std::fs::hard_link(&from, &to).is_ok();
-    if !linked {
-        copy_blob(&from, &to, info, readers, stop)?;
+    match linked {
+        true => stop.did(info.size_compressed, 0),
+        false => copy_blob(&from, &to, info, readers, stop)?,
     }
 
     let built = || -> oci_spec::Result<_> {

@@ -21,7 +21,8 @@ use std::time::Instant;
 
 use super::blob::Sink;
 use super::changes::Change;
-use super::layer::{self, Captured, Source, Tally, Writers};
+use super::layer::{self, Captured, Source, Writers};
+use super::pack::{self, Tally};
 use super::runs::copy_run;
 use super::store::{LayerStore, create};
 use super::tarfmt::{self, Entries, Meta, Run, Writer};
@@ -78,7 +79,7 @@ impl Aside {
             // with it, if anything is; what was made is in the way of the next one.
             drop(to);
             std::fs::remove_file(&place).at("remove", &place)?;
-            return layer::content(out, &change.path, file, size, on_disk, meta, stop);
+            return pack::content(out, &change.path, file, size, on_disk, meta, stop);
         }
         let got = to.metadata().at("stat", &place)?.len();
         if got > size {
@@ -187,7 +188,7 @@ impl Gathered {
             let clone = File::open(&place).at("open", &place)?;
             let Info { size, blocks, .. } = stat_fd(&clone).at("stat", &place)?;
             let (path, meta) = (&known.path, &known.meta);
-            if !layer::content(out, path, &clone, size, blocks * 512, meta, stop)? {
+            if !pack::content(out, path, &clone, size, blocks * 512, meta, stop)? {
                 return Err(lost());
             }
             // Its blocks are nobody else's once the file is written again. If it does not go now it goes

@@ -38,6 +38,7 @@ pub mod gather;
 pub mod image;
 pub mod layer;
 pub mod lowers;
+mod pack;
 pub mod print;
 pub mod rebase;
 pub mod remove;

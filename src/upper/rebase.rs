@@ -16,8 +16,8 @@ use rustix::io::Errno;
 
 use super::changes::{Change as Recorded, Changes, Format, Kind, opaque_mark, without_marks};
 use super::diff::{Judge, metadata};
-use super::layer::meta_of;
 use super::lowers::{Found, Lowers};
+use super::pack::meta_of;
 use super::tree::reopen;
 use super::unpack::dress;
 use super::{At as _, Result, Stop, path_of};

@@ -16,7 +16,7 @@ use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid
 use rustix::io::Errno;
 
 use super::changes::{Changes, Format, opaque_mark};
-use super::layer::meta_of;
+use super::pack::meta_of;
 use super::tarfmt::{Entries, Entry, Kind, Meta};
 use super::tree::{Step, Walk, reopen};
 use super::{At as _, Error, Result, path_of};

@@ -205,7 +205,10 @@ fn lawful(place: &Place) {
         make_odd(&rig::merged(&first));
         let want = picture(&rig::merged(&first));
         let begun = Instant::now();
-        assert_eq!(agent.checkpoint(&ROOT, id).await.unwrap().outcome, "committed");
+        assert_eq!(
+            agent.checkpoint(&ROOT, id, Default::default()).await.unwrap().outcome,
+            "committed"
+        );
         println!("checkpoint in {:?}", begun.elapsed());
         let wish = serde_json::from_value(serde_json::json!({ "mode": "checkpoint" })).unwrap();
         agent.close(&ROOT, id, wish).await.unwrap();
@@ -245,7 +248,7 @@ fn refused(place: &Place) {
         let upper = opened.session.upper.path().unwrap().join("odd");
         rustix::fs::setxattr(&upper, "trusted.overlay.redirect", b"/etc", XattrFlags::empty())
             .unwrap();
-        let failure = agent.checkpoint(&ROOT, id).await.unwrap_err();
+        let failure = agent.checkpoint(&ROOT, id, Default::default()).await.unwrap_err();
         assert_eq!(failure.code, Code::UpperRefused, "{failure}");
         assert!(failure.message.contains("odd cannot go into a layer"), "{failure}");
         // An end that was to publish keeps the bytes instead, and says why at once.
@@ -368,7 +371,10 @@ fn deep(place: &Place) {
             fd = rustix::fs::openat(&fd, &*name, flags, mode).unwrap();
         }
         drop(fd);
-        assert_eq!(agent.checkpoint(&ROOT, id).await.unwrap().outcome, "committed");
+        assert_eq!(
+            agent.checkpoint(&ROOT, id, Default::default()).await.unwrap().outcome,
+            "committed"
+        );
         let upper = fs::File::open(opened.session.upper.path().unwrap()).unwrap();
         let changes = Changes::new(std::os::fd::AsFd::as_fd(&upper), Format::Trusted).unwrap();
         assert_eq!(changes.inspect(|change| assert!(change.is_ok())).count(), 301);

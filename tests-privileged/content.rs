@@ -6,6 +6,7 @@ use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -19,6 +20,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "hostile_images_are_refused_and_leave_nothing", run: hostile },
         Test { name: "i1_a_revert_is_a_publication_under_a_lease", run: reverted },
         Test { name: "i8_a_revert_survives_a_kill_at_every_effect", run: killed },
+        Test { name: "a_live_checkpoint_freezes_nobody_and_is_of_one_moment", run: live },
         Test { name: "damage_is_named_and_never_mounted", run: damaged },
         Test { name: "damage_is_found_before_it_is_needed", run: scrubbed },
     ]
@@ -53,6 +55,47 @@ fn publish(host: &Host, file: &str) -> Value {
     fs::write(path_of(&opened["session"], "merged").join(file), file).unwrap();
     host.must(&["session", "close", &id_of(&opened), "--checkpoint"]);
     host.must(&["workspace", "status", "w"])
+}
+
+fn live(place: &Place) {
+    let host = started(place, "h");
+    let opened = host.open("w", &paced_ttl(60));
+    let (id, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    let events = path_of(&opened["session"], "cgroup").join("cgroup.events");
+    fs::write(merged.join("large"), vec![7; 64 << 20]).unwrap();
+    fs::write(merged.join("log"), "").unwrap();
+    let version = || host.must(&["workspace", "status", "w"])["version"].clone();
+    let before = version();
+    // A writer of another file than the one that is being read: each alone would be of one moment.
+    let (over, frozen) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut log = fs::File::options().append(true).open(merged.join("log")).unwrap();
+            while !over.load(Ordering::Relaxed) {
+                log.write_all(b"line\n").unwrap();
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
+        });
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                let now = fs::read_to_string(&events).unwrap();
+                frozen.fetch_or(now.contains("frozen 1"), Ordering::Relaxed);
+                std::thread::sleep(std::time::Duration::from_micros(200));
+            }
+        });
+        let said = refused(&host, 4, &["session", "checkpoint", &id, "--live"]);
+        over.store(true, Ordering::Relaxed);
+        assert!(said.contains("busy") && said.contains("changed while it was read"), "{said}");
+    });
+    assert!(!frozen.into_inner(), "it was frozen");
+    assert_eq!(version(), before);
+    assert_eq!(fs::read_dir(host.dir.join("state/layers")).unwrap().count(), 0);
+    // Nobody writes: it is published as a checkpoint is, and the session never stood still.
+    let done = host.must(&["session", "checkpoint", &id, "--live"]);
+    assert_eq!((&done["outcome"], &done["frozen_ms"]), (&json!("committed"), &json!(0)));
+    assert_ne!(version(), before);
+    host.must(&["session", "close", &id]);
+    assert_eq!(seen(&host, "w"), BTreeSet::from(["large", "log"].map(str::to_owned)));
 }
 
 fn sha(bytes: &[u8]) -> String {

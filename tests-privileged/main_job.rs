@@ -52,9 +52,15 @@ fn silent(place: &Place) {
         assert_eq!(b.session.generation, 2);
         assert_eq!(b.predecessor.as_ref().unwrap().generation.0, 1);
         std::fs::write(merged(&b).join("b"), "of b").unwrap();
-        let done = agent.checkpoint(&ROOT, b.session.id.parse().unwrap()).await.unwrap();
+        let done = agent
+            .checkpoint(&ROOT, b.session.id.parse().unwrap(), Default::default())
+            .await
+            .unwrap();
         assert_eq!((done.outcome.as_str(), done.at.version.0), ("committed", 1));
-        let refused = agent.checkpoint(&ROOT, a.session.id.parse().unwrap()).await.unwrap_err();
+        let refused = agent
+            .checkpoint(&ROOT, a.session.id.parse().unwrap(), Default::default())
+            .await
+            .unwrap_err();
         assert_eq!(refused.code, Code::StaleGeneration);
         assert_eq!(refused.current.unwrap().owner.unwrap().as_str(), "b");
         assert_eq!(size(), before, "a byte landed after read-only was proved");
@@ -146,12 +152,15 @@ fn publishes(place: &Place) {
         let a = agent.open(&ROOT, wish("w", "a", 60_000)).await.unwrap();
         let id = a.session.id.parse().unwrap();
         std::fs::write(merged(&a).join("one"), "1").unwrap();
-        let first = agent.checkpoint(&ROOT, id).await.unwrap();
+        let first = agent.checkpoint(&ROOT, id, Default::default()).await.unwrap();
         assert_eq!(first.at.head.0.len(), 1);
-        assert_eq!(agent.checkpoint(&ROOT, id).await.unwrap().outcome, "unchanged");
+        assert_eq!(
+            agent.checkpoint(&ROOT, id, Default::default()).await.unwrap().outcome,
+            "unchanged"
+        );
         std::fs::write(merged(&a).join("two"), "2").unwrap();
         // A later checkpoint of the same session replaces its own layer.
-        let second = agent.checkpoint(&ROOT, id).await.unwrap();
+        let second = agent.checkpoint(&ROOT, id, Default::default()).await.unwrap();
         assert_eq!((second.at.head.0.len(), second.at.version.0), (1, 2));
         let view = agent
             .close(&ROOT, id, CloseSession { mode: Some(CloseMode::Checkpoint) })
@@ -248,14 +257,14 @@ fn close_modes(place: &Place) {
         let b = agent.open(&ROOT, wish("w", "b", 60_000)).await.unwrap();
         let id = b.session.id.parse().unwrap();
         std::fs::write(merged(&b).join("f"), "y").unwrap();
-        agent.checkpoint(&ROOT, id).await.unwrap();
+        agent.checkpoint(&ROOT, id, Default::default()).await.unwrap();
         std::fs::write(merged(&b).join("g"), "z").unwrap();
         let stored = || std::fs::read_dir(&layers).unwrap().count();
         let before = stored();
         let refused = agent.close(&ROOT, id, CloseSession::default()).await.unwrap_err();
         assert_eq!(refused.code, Code::UncommittedBytes);
         assert_eq!(stored(), before, "the question left a layer behind");
-        agent.checkpoint(&ROOT, id).await.unwrap();
+        agent.checkpoint(&ROOT, id, Default::default()).await.unwrap();
         let closed = agent.close(&ROOT, id, CloseSession::default()).await.unwrap();
         assert_eq!((closed.state.as_str(), closed.expected.version.0), ("CLOSED", 2));
         assert_eq!(agent.workspace("w").await.unwrap().version, 2);

@@ -19,8 +19,8 @@ use crate::model::limits::{Cpus, Limits, Size};
 use crate::model::session::{CloseMode, Seeded};
 use crate::model::slice::Slice;
 use crate::model::view::{
-    Checkpointed, CloseSession, CreateWorkspace, DiffLine, GateView, OpenSession, Opened,
-    SealingView, SessionView,
+    CheckpointSession, Checkpointed, CloseSession, CreateWorkspace, DiffLine, GateView,
+    OpenSession, Opened, SealingView, SessionView,
 };
 
 /// What can be done with sessions.
@@ -54,6 +54,9 @@ pub enum Verb {
         /// Its id, or a unique prefix.
         #[arg(value_parser = parse::name)]
         session: String,
+        /// Without freezing it; refused if anything in its upper changes meanwhile.
+        #[arg(long)]
+        live: bool,
     },
     /// End it. With uncommitted bytes it wants to know what becomes of them.
     Close(Close),
@@ -188,10 +191,10 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         Verb::Inspect { session } => context.show(&get(&client, &session)?, one),
         Verb::Diff { session } => diff(context, &client, &session),
         Verb::Exec(wish) => run::exec(context, wish).map(drop),
-        Verb::Checkpoint { session } => {
+        Verb::Checkpoint { session, live } => {
             let place = path(&["sessions", &session, "checkpoint"]);
-            let (nothing, whose) = (serde_json::json!({}), path(&["sessions", &session]));
-            let done: Checkpointed = progress::post(context, &client, &place, &nothing, &whose)?;
+            let (wish, whose) = (CheckpointSession { live }, path(&["sessions", &session]));
+            let done: Checkpointed = progress::post(context, &client, &place, &wish, &whose)?;
             context.show(&done, checkpointed)
         }
         Verb::Close(wish) => {

@@ -228,6 +228,8 @@ pub enum Event {
     CheckpointAsked {
         /// Its publication key.
         key: PublicationKey,
+        /// Without stopping the session: what it changes meanwhile ends the checkpoint.
+        live: bool,
     },
     /// A close is asked for.
     CloseAsked {
@@ -387,7 +389,7 @@ fn taken(s: &mut Session, event: &Event) -> Step {
         Event::Gone { proof } => on_gone(s, proof),
         Event::Removed { .. } => on_removed(s),
         Event::Failed { what, why } => on_failed(s, what, why),
-        Event::CheckpointAsked { key } => on_checkpoint_asked(s, *key),
+        Event::CheckpointAsked { key, live } => on_checkpoint_asked(s, *key, *live),
         Event::CloseAsked { mode, key } => on_close_asked(s, *mode, *key),
         Event::Gathered { key } => on_gathered(s, *key),
         Event::Captured { key, layer } => on_captured(s, *key, *layer),

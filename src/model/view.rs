@@ -27,9 +27,9 @@ pub use ledger::{
     SettleRequest,
 };
 pub use session::{
-    ApplyBundle, Beat, BeatAnswer, Checkpointed, CloseSession, FactView, FenceSession, Fenced,
-    GateView, OpenSession, Opened, ProgressView, ReadmitSession, RefusedCall, RevokeLease,
-    SealingView, SessionView,
+    ApplyBundle, Beat, BeatAnswer, CheckpointSession, Checkpointed, CloseSession, FactView,
+    FenceSession, Fenced, GateView, OpenSession, Opened, ProgressView, ReadmitSession, RefusedCall,
+    RevokeLease, SealingView, SessionView,
 };
 pub use workspace::{
     DeleteWorkspace, HoldWorkspace, ImportWorkspace, LayerReport, RepairWorkspace, RevertWorkspace,

@@ -19,8 +19,8 @@ use crate::model::head::Digest;
 const LEVEL: i32 = 3;
 /// Threads that compress one layer, at most: reading and hashing leave no work for more.
 const WORKERS: usize = 4;
-/// Bytes that such a thread takes at a time: zstd's own 8 MiB are some 20 MiB of memory a thread.
-const JOB: u32 = 2 << 20;
+/// Bytes that such a thread takes at a time: with zstd's own 8 MiB each has some 20 MiB of memory.
+const JOB: u32 = 512 << 10;
 const BUFFER: usize = 64 << 10;
 
 /// Hashes and counts what passes through.

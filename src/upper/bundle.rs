@@ -281,7 +281,9 @@ fn copy_blob(
         .at("copy the layer to", to)?;
     copy.sync_all().at("fsync", to)?;
     let copy = File::open(to).at("open", to)?;
-    read_blob(Stoppable { inner: copy, stop }, info, check_entries)
+    // They were counted as they were copied.
+    let uncounted = || stop.over();
+    read_blob(Stoppable { inner: copy, stop: &uncounted }, info, check_entries)
 }
 
 fn json(value: &impl Serialize, dir: &Path) -> Result<Vec<u8>> {

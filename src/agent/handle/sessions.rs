@@ -22,8 +22,8 @@ use crate::model::lease::HolderKind;
 use crate::model::session::{CloseMode, Disposition, FenceWish, Session, State, Work};
 use crate::model::step::{Event, Published};
 use crate::model::view::{
-    BeatAnswer, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession, Opened,
-    ReadmitSession, SessionView,
+    BeatAnswer, CheckpointSession, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession,
+    Opened, ReadmitSession, SessionView,
 };
 use crate::model::workspace::{Acquire, Acquired, Publish, Refusal};
 use crate::progress::{Counted, What};
@@ -151,14 +151,20 @@ impl Agent {
 
     /// Captures the upper and publishes it. A session that lost its lease is offered to the
     /// authority all the same: the refusal is the authority's and goes into its history.
-    pub async fn checkpoint(&self, by: &Caller, id: SessionId) -> Result<Checkpointed, Failure> {
+    pub async fn checkpoint(
+        &self,
+        by: &Caller,
+        id: SessionId,
+        wish: CheckpointSession,
+    ) -> Result<Checkpointed, Failure> {
         let slot = self.slot(id)?;
         let key = PublicationKey::fresh();
         let s = slot.session();
         if matches!(s.state, State::Fencing | State::Fenced | State::Preserved) {
             return Err(self.refused_by_authority(s, key).await);
         }
-        if s.may_start_work().is_ok() && s.work.is_none() {
+        let live = wish.live;
+        if !live && s.may_start_work().is_ok() && s.work.is_none() {
             let asked = Arc::clone(&slot);
             self.blocking(move |host| {
                 host.write_out(&asked);
@@ -166,7 +172,7 @@ impl Agent {
             })
             .await?;
         }
-        taken(&slot, self.0.apply(&slot, Event::CheckpointAsked { key }, &actor(by)))?;
+        taken(&slot, self.0.apply(&slot, Event::CheckpointAsked { key, live }, &actor(by)))?;
         let done = |inner: &Inner| !under_way(&inner.session, key);
         let (s, ok) = slot.wait_for(LONG, done).await;
         if !ok {
@@ -177,7 +183,8 @@ impl Agent {
         }
         let (answer, frozen_for, code) = {
             let mut inner = slot.lock();
-            (inner.answers.remove(&key), inner.frozen_for, inner.capture_code)
+            let frozen_for = if live { Duration::ZERO } else { inner.frozen_for };
+            (inner.answers.remove(&key), frozen_for, inner.capture_code)
         };
         let outcome = match answer {
             Some(Published::Committed { .. }) => "committed",

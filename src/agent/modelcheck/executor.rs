@@ -133,7 +133,7 @@ impl Model {
                 let layer = (content > 0).then(|| layer(i, content));
                 Some(Event::Captured { key: *key, layer })
             }
-            Effect::Pack { key } => {
+            Effect::Pack { key, .. } => {
                 let h = &mut w.hosts[i];
                 let Some((_, gathered)) = h.gathered.take_if(|(of, _)| of == key) else {
                     return Some(failed());

@@ -342,7 +342,7 @@ impl Model {
             }
             Move::Checkpoint(i) => {
                 let key = key(&mut w, i);
-                w.feed(i, Event::CheckpointAsked { key }, self.bug);
+                w.feed(i, Event::CheckpointAsked { key, live: false }, self.bug);
             }
             Move::Close(i) => {
                 let key = key(&mut w, i);

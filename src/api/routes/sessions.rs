@@ -12,8 +12,8 @@ use crate::agent::failure::Failure;
 use crate::agent::handle::{Agent, Sign, Told};
 use crate::model::code::Code;
 use crate::model::view::{
-    Beat, BeatAnswer, Checkpointed, CloseSession, DiffLine, FenceSession, Fenced, OpenSession,
-    Opened, ReadmitSession, SessionView,
+    Beat, BeatAnswer, CheckpointSession, Checkpointed, CloseSession, DiffLine, FenceSession,
+    Fenced, OpenSession, Opened, ReadmitSession, SessionView,
 };
 
 /// Opens a session: acquires the lease, mounts the overlay, seals the cgroup.
@@ -89,16 +89,17 @@ pub(super) async fn exec(
 }
 
 /// Captures the upper and publishes it.
-#[utoipa::path(post, path = "/v1/sessions/{id}/checkpoint",
+#[utoipa::path(post, path = "/v1/sessions/{id}/checkpoint", request_body = CheckpointSession,
     params(("id" = String, Path, description = "A unique prefix of its id.")),
     responses((status = 200, description = "It is published.", body = Checkpointed)))]
 pub(super) async fn checkpoint(
     State(agent): State<Agent>,
     Extension(peer): Extension<Peer>,
     Segment(prefix): Segment<String>,
+    Wish(wish): Wish<CheckpointSession>,
 ) -> Result<Json<Checkpointed>, Refused> {
     let id = agent.session_id(&prefix).await?;
-    Ok(Json(agent.checkpoint(&peer.caller, id).await?))
+    Ok(Json(agent.checkpoint(&peer.caller, id, wish).await?))
 }
 
 /// Closes a session. One that holds uncommitted bytes wants a mode.

@@ -55,10 +55,12 @@ pub enum Effect {
         /// For which publication.
         key: PublicationKey,
     },
-    /// What was gathered to layer, while the session runs.
+    /// Make the layer while the session runs.
     Pack {
         /// For which publication.
         key: PublicationKey,
+        /// Of the upper as it is, and not of what was gathered of it.
+        live: bool,
     },
     /// Offer the layer to the authority.
     Publish {

@@ -2,16 +2,20 @@
 
 use super::*;
 
-pub(super) fn on_checkpoint_asked(s: &mut Session, key: PublicationKey) -> Step {
+pub(super) fn on_checkpoint_asked(s: &mut Session, key: PublicationKey, live: bool) -> Step {
     if let Err(code) = s.may_start_work() {
         return Step::refuse(code);
     }
     if s.work.is_some() {
         return Step::refuse(Code::Busy);
     }
-    s.work = Some(Work::Checkpoint { key, stage: Stage::Stopping, tainted: false });
     s.trouble = None;
-    Step::go([Effect::Freeze { purpose: Purpose::Checkpoint }])
+    let (stage, effect) = match live {
+        false => (Stage::Stopping, Effect::Freeze { purpose: Purpose::Checkpoint }),
+        true => (Stage::Packing, Effect::Pack { key, live }),
+    };
+    s.work = Some(Work::Checkpoint { key, stage, tainted: false });
+    Step::go([effect])
 }
 
 pub(super) fn on_close_asked(s: &mut Session, mode: CloseMode, key: PublicationKey) -> Step {
@@ -149,6 +153,13 @@ pub(super) fn on_capture_refused(s: &mut Session, taken_for: PublicationKey, why
         {
             s.trouble = Some(why.to_owned());
             thaw_then(s, taken_for, None)
+        }
+        (State::Active, Some(Work::Checkpoint { key, stage: Stage::Packing, .. }))
+            if *key == taken_for =>
+        {
+            s.trouble = Some(why.to_owned());
+            s.work = None;
+            Step::note()
         }
         (State::Releasing, Some(Work::Close { mode, key, stage: stage @ Stage::Capturing }))
             if *key == taken_for =>
@@ -374,7 +385,7 @@ pub(super) fn on_thawed(s: &mut Session) -> Step {
         (State::Active, Some(Work::Checkpoint { key, stage: Stage::Gathered, .. })) => {
             let (key, stage) = (*key, Stage::Packing);
             s.work = Some(Work::Checkpoint { key, stage, tainted: false });
-            Step::go([Effect::Pack { key }])
+            Step::go([Effect::Pack { key, live: false }])
         }
         (State::Active, Some(Work::Checkpoint { .. } | Work::Close { .. }) | None) => {
             Step::quiet([])

@@ -3,12 +3,13 @@
 use super::super::code::Code;
 use super::super::facts::Fact;
 use super::super::ids::PublicationKey;
+use super::super::lease::Bound;
 use super::super::session::{CloseMode, Loss, Session, Stage, State, Work};
 use super::super::step::{Effect, Event, Found, Published, Purpose, step};
 use super::super::time::BootNs;
 use super::{boot, key, layer, proof, session};
 
-const PACK: Effect = Effect::Pack { key: PublicationKey::from_u128(1) };
+const PACK: Effect = Effect::Pack { key: PublicationKey::from_u128(1), live: false };
 
 #[track_caller]
 fn then(s: &mut Session, event: Event, state: State, effects: &[Effect]) {
@@ -44,7 +45,7 @@ fn stage(s: &Session) -> Option<Stage> {
 fn capturing() -> Session {
     let mut s = session(State::Active);
     let freeze = Effect::Freeze { purpose: Purpose::Checkpoint };
-    then(&mut s, Event::CheckpointAsked { key: key(1) }, State::Active, &[freeze]);
+    then(&mut s, Event::CheckpointAsked { key: key(1), live: false }, State::Active, &[freeze]);
     let capture = Effect::Capture { key: key(1) };
     then(&mut s, Event::Frozen { proof: proof(1) }, State::Active, &[capture]);
     s
@@ -74,7 +75,7 @@ fn it_is_thawed_once_all_is_gathered_and_published_once_it_is_packed() {
         then(&mut s, event, State::Active, &[]);
         assert_eq!(stage(&s), Some(Stage::Packing));
     }
-    let again = step(&mut s, &Event::CheckpointAsked { key: key(2) });
+    let again = step(&mut s, &Event::CheckpointAsked { key: key(2), live: false });
     assert_eq!(again.refused, Some(Code::Busy));
     let publish = Effect::Publish { key: key(1), layer: layer(5) };
     then(&mut s, captured(1), State::Active, &[publish]);
@@ -200,4 +201,32 @@ fn records_from_before_there_were_two_steps_are_read() {
         let work: Work = serde_json::from_str(&text).unwrap();
         assert_eq!(work, Work::Checkpoint { key: id, stage: want, tainted: true });
     }
+}
+
+#[test]
+fn a_live_one_stops_nobody_and_is_given_up_if_the_upper_is_not_of_one_moment() {
+    let live = || {
+        let mut s = session(State::Active);
+        let pack = Effect::Pack { key: key(1), live: true };
+        then(&mut s, Event::CheckpointAsked { key: key(1), live: true }, State::Active, &[pack]);
+        assert!(s.packs(key(1)) && !s.facts.has(Fact::Frozen));
+        s
+    };
+    let publish = Effect::Publish { key: key(1), layer: layer(5) };
+    then(&mut live(), captured(1), State::Active, &[publish]);
+    let mut s = live();
+    let refused = |n| Event::CaptureRefused { key: key(n), why: "f changed".into() };
+    then(&mut s, refused(2), State::Active, &[]);
+    assert_eq!(stage(&s), Some(Stage::Packing));
+    then(&mut s, refused(1), State::Active, &[]);
+    assert_eq!((s.work.clone(), s.trouble.as_deref()), (None, Some("f changed")));
+    // What was read before the loss is offered by nobody after it.
+    let mut s = live();
+    let loss = Loss::Expired { bound: Bound::Grant };
+    step(&mut s, &Event::LeaseLost { loss, revoke: false });
+    assert_eq!(s.state, State::Fencing);
+    then(&mut s, captured(1), State::Fencing, &[]);
+    // Who may not begin to work may not do it live either.
+    let refused = step(&mut s, &Event::CheckpointAsked { key: key(2), live: true });
+    assert_eq!(refused.refused, Some(Code::LeaseLost));
 }

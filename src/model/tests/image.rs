@@ -187,7 +187,7 @@ fn a_start_goes_on_with_what_was_under_way() {
 fn what_is_not_to_be_published_stays_with_its_session() {
     let refused = |k| Event::CaptureRefused { key: key(k), why: "damaged".into() };
     let mut s = active(OnBusy::Hold, image());
-    step(&mut s, &Event::CheckpointAsked { key: key(1) });
+    step(&mut s, &Event::CheckpointAsked { key: key(1), live: false });
     step(&mut s, &frozen());
     assert!(step(&mut s, &refused(2)).effects.is_empty(), "that of another");
     assert_eq!(step(&mut s, &refused(1)).effects, [Effect::Thaw]);

@@ -99,7 +99,8 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::Gone { proof: p() }),
     ];
     let work = prop_oneof![
-        (0u128..3).prop_map(|k| Event::CheckpointAsked { key: key(k) }),
+        (0u128..3, any::<bool>())
+            .prop_map(|(k, live)| Event::CheckpointAsked { key: key(k), live }),
         (modes, 0u128..3).prop_map(|(mode, k)| Event::CloseAsked { mode, key: key(k) }),
         (0u128..3).prop_map(|k| Event::Gathered { key: key(k) }),
         (0u128..3, proptest::option::of(0u8..3))

@@ -134,7 +134,7 @@ fn committed_close() -> Session {
 fn publishing() -> Session {
     let mut s = session(State::Active);
     let freeze = Effect::Freeze { purpose: Purpose::Checkpoint };
-    then(&mut s, Event::CheckpointAsked { key: key(1) }, State::Active, &[freeze]);
+    then(&mut s, Event::CheckpointAsked { key: key(1), live: false }, State::Active, &[freeze]);
     then(&mut s, frozen(), State::Active, &[capture(1)]);
     then(&mut s, captured(1, 5), State::Active, &[Effect::Thaw]);
     // A thaw that failed is tried again; the layer waits for it.
@@ -171,7 +171,7 @@ fn a_fence_goes_from_freeze_to_preserved() {
     assert_eq!(s.facts.names(), ["frozen", "read-only"]);
     then(&mut s, Event::LeaseLost { loss: Loss::Reboot, revoke: true }, State::Preserved, &[]);
     assert_eq!(s.loss, Some(operator()), "the first reason stays");
-    refused(&mut s, Event::CheckpointAsked { key: key(2) }, Code::LeaseLost);
+    refused(&mut s, Event::CheckpointAsked { key: key(2), live: false }, Code::LeaseLost);
 }
 
 #[test]
@@ -588,7 +588,7 @@ fn i7_a_key_that_is_not_resolved_yet_ends_nothing_else() {
     s.unknown.insert(key(1), layer(1));
     then(
         &mut s,
-        Event::CheckpointAsked { key: key(2) },
+        Event::CheckpointAsked { key: key(2), live: false },
         State::Active,
         &[Effect::Freeze { purpose: Purpose::Checkpoint }],
     );
@@ -605,7 +605,7 @@ fn i7_a_key_that_is_not_resolved_yet_ends_nothing_else() {
 fn i7_what_was_prepared_and_given_up_is_ended_at_the_authority() {
     let prepared = || {
         let mut s = session(State::Active);
-        step(&mut s, &Event::CheckpointAsked { key: key(1) });
+        step(&mut s, &Event::CheckpointAsked { key: key(1), live: false });
         step(&mut s, &frozen());
         then(&mut s, captured(1, 5), State::Active, &[Effect::Thaw]);
         s

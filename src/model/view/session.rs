@@ -316,6 +316,15 @@ pub struct Checkpointed {
     pub frozen_ms: u64,
 }
 
+/// `session checkpoint`.
+#[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointSession {
+    /// Without freezing the session; refused (`busy`) if anything in its upper changes meanwhile.
+    #[serde(default)]
+    pub live: bool,
+}
+
 /// `session close`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]

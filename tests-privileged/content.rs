@@ -212,6 +212,15 @@ fn imported(place: &Place) {
     fs::write(tree.join("f"), "f").unwrap();
     host.must(&["workspace", "import", "-w", "d", "--directory", tree.to_str().unwrap()]);
     assert_eq!(seen(&host, "d"), BTreeSet::from(["f".to_owned()]));
+    // What is mounted in it is part of what is seen there, and of no file system that could be read with it.
+    let inside = tree.join("mounted");
+    fs::create_dir(&inside).unwrap();
+    let none = nix::mount::MsFlags::empty();
+    nix::mount::mount(Some("x"), &inside, Some("tmpfs"), none, None::<&str>).unwrap();
+    let args = ["workspace", "import", "-w", "m", "--directory", tree.to_str().unwrap()];
+    let said = refused(&host, 1, &args);
+    assert!(said.contains("mounted"), "{said}");
+    nix::mount::umount2(&inside, nix::mount::MntFlags::MNT_DETACH).unwrap();
     refused(&host, 2, &["workspace", "import", "-w", "x"]);
     refused(&host, 2, &["workspace", "import", "-w", "x", "--image", path, "--directory", path]);
 }

@@ -28,7 +28,8 @@ pub(super) fn set(tree: &OwnedFd, attr: &mount_attr) -> rustix::io::Result<()> {
 }
 
 /// A directory through a mount of its own, which is nowhere in the tree: no device is opened through
-/// it and no symlink followed, whatever anybody puts there. `None` to whoever may not mount.
+/// it and no symlink followed, whatever anybody puts there; what is mounted in it is not seen. `None` to
+/// whoever may not mount.
 pub(crate) fn without_devices(dir: impl AsFd) -> Option<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE
         | OpenTreeFlags::OPEN_TREE_CLOEXEC

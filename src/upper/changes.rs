@@ -16,7 +16,6 @@ use rustix::fs::FileType;
 
 use super::tree::{Step, Walk, reopen};
 use super::{At as _, Error, Result, Shown};
-use crate::kernel::mount_attr::without_devices;
 use crate::kernel::walk::{Dir, Entry, Info, xattrs_of_open};
 
 /// Where overlay keeps its marks.
@@ -177,9 +176,13 @@ impl Changes {
         })
     }
 
-    /// For who reads all files: each is opened as it is met, for [`Changes::file`].
-    pub(super) fn reading(upper: BorrowedFd<'_>, format: Format) -> Result<Self> {
-        let apart = without_devices(upper);
+    /// For who reads all files: each is opened as it is met, for [`Changes::file`]. `apart` is the same
+    /// directory through a mount of its own, see `mount_attr::without_devices`.
+    pub(super) fn reading(
+        upper: BorrowedFd<'_>,
+        format: Format,
+        apart: Option<OwnedFd>,
+    ) -> Result<Self> {
         let changes = match &apart {
             Some(apart) => Self::new(apart.as_fd(), format)?,
             None => Self::new(upper, format)?,

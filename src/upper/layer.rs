@@ -21,6 +21,7 @@ use super::pack::{Pack, Tally};
 use super::store::{LayerInfo, LayerStore};
 use super::tarfmt::{self, Writer};
 use super::{At as _, Error, Result, Shown, Stop, path_of};
+use crate::kernel::mount_attr::without_devices;
 use crate::model::head::Digest;
 
 /// What is captured.
@@ -206,7 +207,8 @@ pub(super) fn spool(
 
 fn changes_of(source: Source<'_>) -> Result<(Changes, bool)> {
     Ok(match source {
-        Source::Upper(fd, format) => (Changes::reading(fd, format)?, false),
-        Source::Directory(fd) => (Changes::reading(fd, Format::Trusted)?, true),
+        Source::Upper(fd, format) => (Changes::reading(fd, format, without_devices(fd))?, false),
+        // What is mounted in it is met, and refused: a layer without it is not what somebody sees there.
+        Source::Directory(fd) => (Changes::reading(fd, Format::Trusted, None)?, true),
     })
 }

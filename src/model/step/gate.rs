@@ -33,7 +33,8 @@ pub(super) fn on_gate_lost(s: &mut Session) -> Step {
     }
     s.facts.drop(Fact::Gated);
     let ran_on = std::mem::take(&mut s.run_on);
-    let stopped = s.facts.has(Fact::Frozen) || s.is_past_running();
+    let over = matches!(s.state, State::Closed | State::Quarantined);
+    let stopped = over || s.facts.has(Fact::Frozen) || s.is_past_running();
     Step::go((ran_on && !stopped).then_some(FENCE))
 }
 

@@ -116,6 +116,13 @@ fn a_gate_that_goes_leaves_it_frozen() {
     then(&mut s, gated(true), &[]);
     then(&mut s, tick(9), &[Effect::ReadOnly, Effect::RunOn]);
 
+    // An end stays one.
+    for end in [State::Closed, State::Quarantined] {
+        let mut s = running(OnBusy::Hold);
+        s.state = end;
+        then(&mut s, Event::GateLost { seen: "ok".into() }, &[]);
+    }
+
     // What was noticed while it was being let run comes first.
     let mut s = active(OnFence::ReadOnlyRun, OnBusy::Hold);
     lost(&mut s, true);

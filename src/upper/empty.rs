@@ -3,9 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd;
-use std::panic::resume_unwind;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::{AtFlags, FileType, IFlags};
 use rustix::io::Errno;
@@ -29,28 +27,15 @@ struct Level {
     waiting: Vec<OsString>,
 }
 
-/// Threads that delete in one tree at once.
-const THREADS: usize = 2;
-/// So many directories beside each other are worth them.
-const MANY: usize = 4;
-
 /// Deletes everything in `top` but the name `keep`; the directory itself stays. Paths in errors
 /// are those of `top`.
 pub(super) fn empty(top: Dir, keep: Option<&OsStr>, removed: &Progress) -> Result<()> {
-    delete(top, keep, THREADS, removed)
-}
-
-fn delete(top: Dir, keep: Option<&OsStr>, threads: usize, removed: &Progress) -> Result<()> {
     let mut here = top;
     let mut levels: Vec<Level> = Vec::new();
     let mut waiting: Vec<OsString> = Vec::new();
     loop {
         if waiting.is_empty() {
             waiting = sweep(&here, keep.filter(|_| levels.is_empty()), removed)?;
-        }
-        if threads > 1 && waiting.len() >= MANY {
-            share(&here, std::mem::take(&mut waiting), threads, removed)?;
-            continue;
         }
         if let Some(name) = waiting.pop() {
             let above = DirId::of(&here)?;
@@ -64,27 +49,6 @@ fn delete(top: Dir, keep: Option<&OsStr>, threads: usize, removed: &Progress) ->
         remove_name(&here, &level.name, AtFlags::REMOVEDIR, removed)?;
         waiting = level.waiting;
     }
-}
-
-/// Deletes directories beside each other, each by one of some threads.
-fn share(here: &Dir, names: Vec<OsString>, threads: usize, removed: &Progress) -> Result<()> {
-    let names = Mutex::new(names);
-    let next = || names.lock().unwrap_or_else(PoisonError::into_inner).pop();
-    let some = || {
-        while let Some(name) = next() {
-            delete(shorten(here.child(&name)?)?, None, 1, removed)?;
-            remove_name(here, &name, AtFlags::REMOVEDIR, removed)?;
-        }
-        Ok(())
-    };
-    std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(some)).collect();
-        let own = some();
-        // All are waited for before the first error is told.
-        let ends =
-            others.into_iter().map(|other| other.join().unwrap_or_else(|p| resume_unwind(p)));
-        ends.fold(own, |first, end| first.and(end))
-    })
 }
 
 /// Keeps paths, which are for messages here, from growing with the depth of a hostile tree.

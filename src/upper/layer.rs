@@ -105,16 +105,7 @@ pub fn capture(
     stop: Stop<'_>,
 ) -> Result<Captured> {
     captured(source, store, stop, |(changes, plain), tally, file| {
-        let judge = None;
-        pack_into(file, changes, |out| Pack {
-            out,
-            plain,
-            writers,
-            stop,
-            judge,
-            aside: None,
-            tally,
-        })
+        pack_into(file, changes, |out| Pack::new(out, plain, writers, stop, tally))
     })
 }
 
@@ -132,13 +123,8 @@ pub fn capture_told(
         let judge = base.map(|base| Judge::new(base, stop));
         read_back(file, stop, |file| {
             pack_into(file, changes, |out| Pack {
-                out,
-                plain,
-                writers,
-                stop,
                 judge,
-                aside: None,
-                tally,
+                ..Pack::new(out, plain, writers, stop, tally)
             })
         })
     })
@@ -180,8 +166,7 @@ pub fn diff_id(source: Source<'_>, stop: Stop<'_>) -> Result<Digest> {
     let mut tally = Tally::default();
     let mut tar = Hashed::new(io::sink());
     let out = Writer::new(&mut tar);
-    let (writers, judge) = (Writers::Running, None);
-    let mut pack = Pack { out, plain, writers, stop, judge, aside: None, tally: &mut tally };
+    let mut pack = Pack::new(out, plain, Writers::Running, stop, &mut tally);
     pack.all(changes)?;
     pack.out.finish().at("hash", path_of(b"the layer"))?;
     Ok(tar.finish().1)
@@ -199,7 +184,7 @@ pub(super) fn spool(
 ) -> Result<()> {
     let (changes, plain) = changes_of(source)?;
     let out = Writer::new(spool);
-    let mut pack = Pack { out, plain, writers, stop, judge: None, aside: Some(aside), tally };
+    let mut pack = Pack { aside: Some(aside), ..Pack::new(out, plain, writers, stop, tally) };
     pack.all(changes)?;
     let end = pack.out.finish().and_then(|mut spool| spool.flush());
     end.at("write", path_of(b"what is gathered"))

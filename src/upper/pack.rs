@@ -125,7 +125,18 @@ fn told(judge: &mut Option<Judge<'_>>, change: &Change, here: &Dir) -> Result<Op
     }
 }
 
-impl<W: Write> Pack<'_, W> {
+impl<'t, W: Write> Pack<'t, W> {
+    /// One that tells nothing of a base, and reads all files.
+    pub(super) fn new(
+        out: Writer<W>,
+        plain: bool,
+        writers: Writers,
+        stop: Stop<'t>,
+        tally: &'t mut Tally,
+    ) -> Self {
+        Self { out, plain, writers, stop, judge: None, aside: None, tally }
+    }
+
     /// Packs all changes. A thread of its own goes ahead through the tree, since for small files that
     /// takes as long as the rest.
     pub(super) fn all(&mut self, changes: Changes) -> Result<()> {

@@ -68,6 +68,7 @@ fuzz: ## Fuzz each parser for FUZZ_SECONDS (60); needs cargo-fuzz and a C++ comp
 	@command -v c++ >/dev/null || { \
 		echo 'overfence: a C++ compiler is missing: run apt-get install g++' >&2; exit 1; }
 	# The address sanitizer alone would want nightly; the parsers are safe Rust, panics are what is sought.
+	fuzz/seeds
 	for target in $$(cargo fuzz list); do \
 		cargo fuzz run --sanitizer none "$$target" -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
 	done

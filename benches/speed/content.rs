@@ -24,22 +24,28 @@ use serde_json::json;
 use crate::figures::{Samples, heading, ratio, text};
 use crate::host::Place;
 use crate::rig::Rig;
+use crate::trace::Trace;
 
 const LONG: Duration = Duration::from_secs(24 * 3600);
 const COMMITS: usize = 200;
 const SMALL: usize = 100_000;
 const LARGE: u64 = 4 << 30;
 const MANY: usize = 1_000_000;
+const BESIDE: usize = 300_000;
 const A_DIRECTORY: usize = 1_000;
 
 pub fn run(place: &Place) {
     commit(&place.dir.join("commit"));
     let rig = Rig::named(place, "h");
+    fsyncs(&rig, place);
     heading(&format!("{SMALL} files of 1 KiB"));
-    carried(&rig, place, "small", |top| files(top, SMALL, 1024));
+    for n in 0..3 {
+        carried(&rig, place, &format!("small-{n}"), |top| files(top, SMALL, 1024));
+    }
     heading("one file of 4 GiB");
-    carried(&rig, place, "large", large);
-    heading(&format!("removal of {MANY} empty files"));
+    for n in 0..2 {
+        carried(&rig, place, &format!("large-{n}"), large);
+    }
     removed(&rig, place);
 }
 
@@ -149,6 +155,34 @@ fn files(top: &Path, count: usize, size: usize) {
     }
 }
 
+/// Counts what a checkpoint and its publication sync, and what of that is their layer's.
+fn fsyncs(rig: &Rig, place: &Place) {
+    let Some(trace) = Trace::of(rig.host.agent_pid(), place) else {
+        println!(
+            "  fsyncs of a publication: NOT counted, strace is missing (apt-get install strace)"
+        );
+        return;
+    };
+    let opened = rig.open("synced", LONG, None);
+    let (id, merged) = (&opened.session.id, opened.session.merged.path().unwrap());
+    let (mut counts, mut last) = (Vec::new(), Vec::new());
+    for n in 0..10u64 {
+        fs::write(merged.join("file"), n.to_ne_bytes()).unwrap();
+        let before = trace.calls().len();
+        let _: Checkpointed = rig.post(id, "checkpoint", &json!({}));
+        // What would come late belongs to it, too.
+        std::thread::sleep(Duration::from_millis(100));
+        let mut seen = trace.calls().split_off(before);
+        let all = seen.len();
+        seen.retain(|call| !call.file.components().any(|part| part.as_os_str() == "layers"));
+        counts.push((seen.len(), all - seen.len()));
+        last = seen.iter().map(ToString::to_string).collect();
+    }
+    println!("  fsyncs of a publication (target <= 4) and of its layer: {counts:?}");
+    println!("  those of the last without its layer: {}", last.join(", "));
+    let _: SessionView = rig.post(id, "close", &json!({}));
+}
+
 /// Half of each MiB is random, the other half is easy.
 fn large(top: &Path) {
     let mut block = vec![0; 1 << 20];
@@ -239,40 +273,61 @@ fn wait_gone(rig: &Rig, id: &str) {
     }
 }
 
-/// Two trees alike, one in a session's upper, and the disk of a session that runs beside.
+/// Two trees alike, one in a session's upper: removed one after the other with nothing beside, then two
+/// more beside a session that writes.
 fn removed(rig: &Rig, place: &Place) {
-    let opened = rig.open("many", LONG, None);
-    let id = &opened.session.id;
-    let plain = place.dir.join("plain");
-    fs::create_dir(&plain).unwrap();
-    files(&opened.session.merged.path().unwrap(), MANY, 0);
-    files(&plain, MANY, 0);
-    rustix::fs::sync();
-    let beside = rig.open("beside", LONG, None).session.merged.path().unwrap();
-    let alone = disk_of(&beside, || std::thread::sleep(Duration::from_secs(5)));
-    let _: Fenced =
-        rig.post(id, "fence", &json!({ "to": "killed", "wait_ms": 60_000, "reason": "bench" }));
-    peak(rig);
-    let mut took = Duration::ZERO;
-    let during = disk_of(&beside, || {
-        let (_, gone) = timed(|| {
+    heading(&format!("removal of {MANY} empty files"));
+    let mut memory = 0;
+    let mut discard = |id: &str| {
+        peak(rig);
+        let (_, took) = timed(|| {
             let _: SessionView = rig.post(id, "discard", &json!({}));
             wait_gone(rig, id);
         });
-        took = gone;
-    });
-    let memory = peak(rig) >> 20;
-    let (done, usual) = timed(|| Command::new("rm").arg("-rf").arg(&plain).status());
-    assert!(done.unwrap().success());
-    println!(
-        "  discard to CLOSED {}, {:.2} x `rm -rf` ({}); the agent had {memory} MiB",
-        text(took),
-        ratio(took, usual),
-        text(usual)
-    );
-    alone.line("4 KiB written and synced in another session, alone");
-    during.line("the same, during the removal");
-    println!("  {:.2} x the median alone", ratio(during.p(50), alone.p(50)));
+        memory = peak(rig) >> 20;
+        took
+    };
+    let usual = |plain: &Path| {
+        let (done, took) = timed(|| Command::new("rm").arg("-rf").arg(plain).status());
+        assert!(done.unwrap().success());
+        took
+    };
+    let (id, plain) = alike(rig, place, "many", MANY);
+    let took = discard(&id);
+    rustix::fs::sync();
+    let rm = usual(&plain);
+    let over = ratio(took, rm);
+    println!("  discard to CLOSED {}, {over:.2} x `rm -rf` ({})", text(took), text(rm));
+
+    heading(&format!("the same of {BESIDE}, and 4 KiB written and synced in another session"));
+    let (id, plain) = alike(rig, place, "some", BESIDE);
+    let beside = rig.open("beside", LONG, None).session.merged.path().unwrap();
+    let alone = disk_of(&beside, || std::thread::sleep(Duration::from_secs(5)));
+    alone.line("nothing removed meanwhile");
+    let during = |what: &str, work: &mut dyn FnMut() -> Duration| {
+        rustix::fs::sync();
+        let mut took = Duration::ZERO;
+        let samples = disk_of(&beside, || took = work());
+        samples.line(&format!("{what}, {}", text(took)));
+        println!("  {:.2} x the median alone", ratio(samples.p(50), alone.p(50)));
+    };
+    during("during a discard", &mut || discard(&id));
+    during("during `rm -rf`", &mut || usual(&plain));
+    println!("  the agent had {memory} MiB");
+}
+
+/// `count` empty files in the upper of a session that was killed, and in a directory.
+fn alike(rig: &Rig, place: &Place, name: &str, count: usize) -> (String, PathBuf) {
+    let opened = rig.open(name, LONG, None);
+    let id = opened.session.id;
+    let plain = place.dir.join(format!("plain-{name}"));
+    fs::create_dir(&plain).unwrap();
+    files(&opened.session.merged.path().unwrap(), count, 0);
+    files(&plain, count, 0);
+    let _: Fenced =
+        rig.post(&id, "fence", &json!({ "to": "killed", "wait_ms": 60_000, "reason": "bench" }));
+    rustix::fs::sync();
+    (id, plain)
 }
 
 /// Writes that a running session waits for, for as long as something else goes on.

@@ -28,6 +28,7 @@ mod keeper;
 mod open;
 mod peers;
 mod rig;
+mod trace;
 mod workload;
 
 use host::Place;

@@ -3,7 +3,6 @@
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -13,6 +12,7 @@ use serde_json::json;
 use crate::figures::{Samples, heading, ratio};
 use crate::host::Place;
 use crate::rig::Rig;
+use crate::trace::Trace;
 
 const N: usize = 100;
 /// What an open may sync: acquisition, intent and evidence; high-water mark; ACTIVE.
@@ -87,58 +87,6 @@ pub fn mount_overlay(lower: &Path, dir: &Path) {
     mount(Some("overlay"), &dir.join("merged"), Some("overlay"), flags, Some(&*options)).unwrap();
 }
 
-/// strace on the agent, while it attends to single opens.
-struct Trace {
-    strace: Child,
-    log: std::path::PathBuf,
-}
-
-impl Trace {
-    const CALLS: &str = "trace=fsync,fdatasync,sync_file_range,syncfs,sync,msync";
-
-    fn of(pid: u32, place: &Place) -> Option<Self> {
-        let log = place.dir.join("strace.log");
-        let strace = Command::new("strace")
-            .args(["-f", "-q", "-y", "-e", Self::CALLS, "-p", &pid.to_string(), "-o"])
-            .arg(&log)
-            .stdin(Stdio::null())
-            .spawn()
-            .ok()?;
-        let traced = || {
-            let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-            !status.contains("TracerPid:\t0")
-        };
-        while !traced() {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        // It attaches to one thread after the other.
-        std::thread::sleep(Duration::from_millis(300));
-        Some(Self { strace, log })
-    }
-
-    /// The calls made until now, each with its file.
-    fn calls(&self) -> Vec<String> {
-        let log = fs::read_to_string(&self.log).unwrap_or_default();
-        let begun = log.lines().filter(|l| l.contains("sync") && !l.contains("resumed>"));
-        begun
-            .map(|line| {
-                let call = line.split_whitespace().nth(1).unwrap_or_default();
-                let call = call.split('(').next().unwrap_or_default();
-                let file = line.rsplit_once('>').map_or(line, |(head, _)| head);
-                let file = file.rsplit('/').next().unwrap_or_default();
-                format!("{call} {file}")
-            })
-            .collect()
-    }
-}
-
-impl Drop for Trace {
-    fn drop(&mut self) {
-        let _ = self.strace.kill();
-        let _ = self.strace.wait();
-    }
-}
-
 /// Counts what single opens sync.
 fn fsyncs(place: &Place, rig: &Rig) {
     let Some(trace) = Trace::of(rig.host.agent_pid(), place) else {
@@ -158,6 +106,7 @@ fn fsyncs(place: &Place, rig: &Rig) {
         std::thread::sleep(Duration::from_millis(100));
     }
     println!("  fsyncs of each of {} opens (target <= {FSYNCS}): {counts:?}", counts.len());
+    let seen: Vec<_> = seen.iter().map(ToString::to_string).collect();
     println!("  those of the last: {}", seen.join(", "));
     let before = trace.calls().len();
     let opened = rig.open("new", TTL, None);

@@ -9,13 +9,17 @@ use rustix::fs::{AtFlags, FileType, IFlags};
 use rustix::io::Errno;
 
 use super::tree::{DirId, ascend, reopen};
-use super::{At as _, Result};
+use super::{At as _, Error, Result};
 use crate::kernel::walk::Dir;
 use crate::progress::Progress;
 
 /// Subdirectories listed at once before going into them: bounds memory in deep trees, and how
 /// often a wide directory is listed again.
 pub(super) const BATCH: usize = 64;
+
+/// Names read before the first of them goes. They go in the order of their inodes, which is how those lie
+/// on the disk: a directory's own order is that of a hash, and touches each block of inodes again and again.
+const TOGETHER: usize = 16_384;
 
 /// A directory on the way down.
 struct Level {
@@ -64,29 +68,39 @@ fn shorten(dir: Dir) -> Result<Dir> {
 fn sweep(dir: &Dir, keep: Option<&OsStr>, removed: &Progress) -> Result<Vec<OsString>> {
     loop {
         let (mut full, mut deleted) = (Vec::new(), false);
-        for entry in reopen(dir, dir.path())?.entries()? {
-            let entry = entry?;
-            if Some(&*entry.name) == keep {
-                continue;
+        let listing = reopen(dir, dir.path())?;
+        let mut entries = listing.entries()?;
+        'listing: loop {
+            let mut some = Vec::new();
+            for entry in entries.by_ref().take(TOGETHER) {
+                some.push(entry?);
             }
-            let kind = match entry.kind {
-                FileType::Unknown => dir.stat(&entry.name)?.kind,
-                known => known,
-            };
-            if kind != FileType::Directory {
-                remove_name(dir, &entry.name, AtFlags::empty(), removed)?;
-                deleted = true;
-                continue;
+            if some.is_empty() {
+                break;
             }
-            match remove_name(dir, &entry.name, AtFlags::REMOVEDIR, removed) {
-                Ok(()) => deleted = true,
-                Err(e) if matches!(e.errno(), Some(Errno::NOTEMPTY | Errno::EXIST)) => {
-                    full.push(entry.name);
-                    if full.len() == BATCH {
-                        break;
-                    }
+            some.sort_unstable_by_key(|entry| entry.ino);
+            for entry in some {
+                if Some(&*entry.name) == keep {
+                    continue;
                 }
-                Err(e) => return Err(e),
+                let kind = match entry.kind {
+                    FileType::Unknown => dir.stat(&entry.name)?.kind,
+                    known => known,
+                };
+                let flags = match kind {
+                    FileType::Directory => AtFlags::REMOVEDIR,
+                    _ => AtFlags::empty(),
+                };
+                match remove_name(dir, &entry.name, flags, removed) {
+                    Ok(()) => deleted = true,
+                    Err(e) if kind == FileType::Directory && not_empty(&e) => {
+                        full.push(entry.name);
+                        if full.len() == BATCH {
+                            break 'listing;
+                        }
+                    }
+                    Err(e) => return Err(e),
+                }
             }
         }
         // A listing during which names go may miss some: list again until nothing is seen.
@@ -94,6 +108,10 @@ fn sweep(dir: &Dir, keep: Option<&OsStr>, removed: &Progress) -> Result<Vec<OsSt
             return Ok(full);
         }
     }
+}
+
+fn not_empty(e: &Error) -> bool {
+    matches!(e.errno(), Some(Errno::NOTEMPTY | Errno::EXIST))
 }
 
 fn remove_name(dir: &Dir, name: &OsStr, flags: AtFlags, removed: &Progress) -> Result<()> {

@@ -52,7 +52,7 @@ mod tree;
 mod unpack;
 
 pub use tarfmt::fuzz_entries;
-pub use unpack::copy_top;
+pub use unpack::{copy_top, fuzz_unpack};
 
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};

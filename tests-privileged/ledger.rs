@@ -14,6 +14,7 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "i7_an_answer_lost_before_the_commit", run: lost_before },
         Test { name: "i7_an_answer_lost_after_the_commit", run: lost_after },
+        Test { name: "i7_a_close_whose_answer_is_lost", run: lost_close },
         Test { name: "i7_a_killed_agent_resolves_what_it_had_sent", run: killed_while_sent },
         Test { name: "i7_the_next_writer_is_told_first", run: takeover },
         Test { name: "i7_a_revert_whose_answer_is_lost", run: lost_revert },
@@ -22,6 +23,8 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i9_no_request_is_begun_in_doubt", run: doubt },
         Test { name: "i8_killed_at_every_step_of_the_ledger", run: killed_at_every_step },
         Test { name: "i1_refusals_are_in_history_evidence_and_metrics", run: refusals },
+        Test { name: "i1_a_stale_writer_is_told_the_truth_by_every_verb", run: stale_verbs },
+        Test { name: "what_is_settled_is_not_given_to_anybody", run: assigned_late },
     ]
 }
 
@@ -174,6 +177,46 @@ fn lost_after(place: &Place) {
     assert_eq!((version(&host), history(&host, "published")), (2, 2));
     assert_eq!(history(&host, "buried"), 0);
     assert_eq!(stored(&host, "f").as_deref(), Some("second"));
+}
+
+/// A close is neither done nor failed while nobody knows. Once it turns out that everything was
+/// published, nothing is kept; if not, all of it is.
+fn lost_close(place: &Place) {
+    for (n, point, happened) in
+        [(0, "authority.publish.before", false), (1, "authority.publish.after", true)]
+    {
+        let mut host = Host::new(place, &format!("h{n}"));
+        let (sent, resolved) = (Switch::off(&host, "sent"), Switch::off(&host, "resolved"));
+        let plan = format!("{};{}", sent.plan(point), resolved.plan("authority.resolve.before"));
+        assert!(host.start(Some(&plan)));
+        let opened = host.open("w", &paced_ttl(60));
+        let id = id_of(&opened);
+        write(&opened, "f", "at the end");
+        let (sent, resolved) = (sent.on(), resolved.on());
+        let (code, said) = refused(&host, &["session", "close", &id, "--checkpoint"]);
+        assert!(code == 4 && said.contains("unknown_publication"), "{code}: {said}");
+        let view = host.must(&["session", "inspect", &id]);
+        let key = view["unknown"][0].as_str().unwrap();
+        assert!(said.contains(&format!("overfence publication show {key}")), "{said}");
+        assert!(view["trouble"].as_str().unwrap().contains(key), "{view:#}");
+        sent.over();
+        resolved.over();
+        if happened {
+            wait(&host, "it ends clean", || {
+                host.must(&["session", "list"]) == Value::Array(vec![])
+            });
+            assert_eq!(stored(&host, "f").as_deref(), Some("at the end"));
+        } else {
+            let view = settled(&host, &id);
+            assert_eq!(view["state"], "PRESERVED", "{view:#}");
+            let kept = std::fs::read_to_string(path_of(&view, "upper").join("f")).unwrap();
+            assert_eq!(kept, "at the end");
+            assert!(view["trouble"].as_str().unwrap().contains("was not committed"), "{view:#}");
+            assert_eq!(stored(&host, "f"), None);
+        }
+        assert_eq!(version(&host), u64::from(happened));
+        assert_eq!(history(&host, "published"), usize::from(happened));
+    }
 }
 
 /// kill -9 on either side of the commit: the next agent asks before anything else is offered.
@@ -609,6 +652,69 @@ fn refusals(place: &Place) {
     refuse(&id_of(&a), "stale_generation");
     let view = host.must(&["session", "inspect", &id_of(&a)]);
     assert_eq!(std::fs::read_to_string(path_of(&view, "upper").join("f")).unwrap(), "of a");
+}
+
+/// Whatever a writer without a lease asks, it is the authority that refuses: with who owns the workspace
+/// now, in the history, and in the evidence with what was really asked and by whom.
+fn stale_verbs(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let a = host.open("w", &paced_ttl(60));
+    let id = id_of(&a);
+    write(&a, "f", "of a");
+    begin(&host, &id, "t", "k");
+    host.must(&["fence", &id, "--reason", "test", "--wait"]);
+    // Its writer is gone: nobody knows what became of what it may have sent.
+    assert_eq!(requests(&host, false)[0]["state"], "UNKNOWN");
+    let b = host.must(&["session", "open", "-w", "w", "--owner", "bob", "--ttl", &paced_ttl(60)]);
+    let expected = host.must(&["session", "inspect", &id])["expected"].clone();
+    for (verb, kind, args) in [
+        ("publish", "publication", &["session", "checkpoint", &id][..]),
+        ("publish", "publication", &["session", "close", &id, "--checkpoint"]),
+        ("begin", "request_begin", &["request", "begin", &id, "--task", "t2", "--key", "k2"]),
+    ] {
+        let (code, said) = refused(&host, args);
+        assert!(code == 4 && said.contains("stale_generation"), "{args:?}: {code}: {said}");
+        for now in ["generation 2", "owner bob", "version 0", "head empty", "preserved export"] {
+            assert!(said.contains(now), "{args:?}: no {now:?} in {said}");
+        }
+        let row = host.must(&["workspace", "history", "w", "--limit", "1"])[0].clone();
+        let detail = &row["detail"];
+        assert_eq!((&detail["verb"], &detail["code"]), (&verb.into(), &"stale_generation".into()));
+        let entries = host.must(&["evidence", "show", "--session", &id]);
+        let last = entries.as_array().unwrap().iter().rev().find(|e| e["kind"] == kind).unwrap();
+        assert_eq!(last["detail"]["answer"]["Err"]["code"], "stale_generation", "{last:#}");
+        assert_eq!(last["detail"]["asked"]["expected"], expected, "{last:#}");
+        assert!(last["actor"].as_str().unwrap().starts_with("uid 0"), "{last:#}");
+    }
+    // Nothing was offered, so nothing stands in the ledger.
+    assert_eq!(publications(&host, true), Vec::<Value>::new());
+    assert_eq!(requests(&host, true).len(), 1);
+    host.must(&["session", "close", &id_of(&b)]);
+}
+
+fn assigned_late(place: &Place) {
+    let mut host = Host::new(place, "h");
+    assert!(host.start(None));
+    let opened = host.open("w", &paced_ttl(60));
+    let id = id_of(&opened);
+    begin(&host, &id, "t", "k");
+    host.must(&["request", "ack", "k", "done", "-w", "w"]);
+    write(&opened, "f", "x");
+    let key = host.must(&["session", "checkpoint", &id])["key"].as_str().unwrap().to_owned();
+    let rows = |host: &Host| host.must(&["workspace", "history", "w"]).as_array().unwrap().len();
+    let before = (publications(&host, true), requests(&host, true), rows(&host));
+    for args in
+        [&["request", "assign", "k", "bob", "-w", "w"][..], &["publication", "assign", &key, "bob"]]
+    {
+        let (code, said) = refused(&host, args);
+        assert!(code == 4 && said.contains("already_settled"), "{args:?}: {code}: {said}");
+        let entries = host.must(&["evidence", "show"]);
+        let last =
+            entries.as_array().unwrap().iter().rev().find(|e| e["kind"] == "assign").unwrap();
+        assert_eq!(last["detail"]["answer"]["Err"], "already_settled", "{last:#}");
+    }
+    assert_eq!((publications(&host, true), requests(&host, true), rows(&host)), before);
 }
 
 fn lost_revert(place: &Place) {

@@ -1,14 +1,17 @@
 //! The verbs of the ledger: publications before and after they are answered, and external requests.
 
+use std::convert::Infallible;
+
 use super::layers;
 use super::verbs::{Backend, Outcome, Rows, finish, loaded};
 use super::{
     Answer, Code, Error, Happening, KeyState, Owner, PublicationKey, Publish, Refusal, Rider,
     WorkspaceId, unknown,
 };
-use crate::model::ids::RequestKey;
+use crate::model::ids::{Generation, RequestKey, SessionId};
 use crate::model::ledger::{Publication, Unresolved, Which};
 use crate::model::request::{self, Begin, Begun, Request, Settlement};
+use crate::model::workspace::Writer;
 use crate::store::{Durability, Error as Fault};
 
 /// What the authority knows of steps whose outcome may be lost. Each call is one transaction and
@@ -33,7 +36,8 @@ pub trait Ledger: Send + Sync {
     /// Rows of publications, newest key first.
     fn publications(&self, which: &Which) -> Result<Vec<Publication>, Error>;
 
-    /// Gives an open publication to somebody else. `not_found` without a row.
+    /// Gives an open publication to somebody else. `not_found` without a row, `already_settled` once
+    /// its outcome is known.
     fn assign(
         &self,
         id: &WorkspaceId,
@@ -41,6 +45,10 @@ pub trait Ledger: Send + Sync {
         to: &Owner,
         rider: Rider<'_, Publication>,
     ) -> Answer<Publication>;
+
+    /// Refuses a writer that lost its lease and asks for `verb` all the same, so that it is told who
+    /// owns the workspace now, and the history has it. Nothing else is entered.
+    fn refuse(&self, who: &Writer, verb: &str, rider: Rider<'_, Infallible>) -> Answer<Infallible>;
 
     /// Begins an external request under the publication predicate; who is answered
     /// [`Begun::Begun`] may send it, for its row is durable.
@@ -56,7 +64,7 @@ pub trait Ledger: Send + Sync {
         rider: Rider<'_, Request>,
     ) -> Answer<Request>;
 
-    /// Gives an open request to somebody else.
+    /// Gives an open request to somebody else; refused as [`Ledger::assign`] is.
     fn reassign(
         &self,
         id: &WorkspaceId,
@@ -84,7 +92,13 @@ impl<B: Backend> Ledger for B {
         stage: KeyState,
         rider: Rider<'_, ()>,
     ) -> Answer<()> {
-        self.transact(Durability::Full, |rows| {
+        // What is sent is known for good before it is. What is only prepared may be forgotten with the
+        // power: nobody was asked.
+        let durability = match stage {
+            KeyState::Prepared => Durability::Lazy,
+            _ => Durability::Full,
+        };
+        self.transact(durability, |rows| {
             let answer = enter(rows, wish, owner, stage)?;
             finish(rows, rider, answer)
         })
@@ -114,8 +128,11 @@ impl<B: Backend> Ledger for B {
         self.transact(Durability::Full, |rows| {
             let answer = match rows.publication(id, key)? {
                 None => Err(Refusal { code: Code::NotFound, current: None }),
+                Some(row) if !row.state.is_open() => {
+                    Err(Refusal { code: Code::AlreadySettled, current: None })
+                }
                 Some(mut row) => {
-                    if row.state.is_open() && row.assignee.as_ref() != Some(to) {
+                    if row.assignee.as_ref() != Some(to) {
                         row.assignee = Some(to.clone());
                         rows.put_publication(&row)?;
                         let what = Happening::Assigned { key: key.to_string(), to: to.clone() };
@@ -125,6 +142,19 @@ impl<B: Backend> Ledger for B {
                 }
             };
             finish(rows, rider, answer)
+        })
+    }
+
+    fn refuse(&self, who: &Writer, verb: &str, rider: Rider<'_, Infallible>) -> Answer<Infallible> {
+        self.transact(Durability::Full, |rows| {
+            let now = rows.now();
+            let refusal = match loaded(rows, &who.workspace)? {
+                Ok(Some(workspace)) => workspace.refuse_writer(who, &now),
+                Ok(None) => unknown(),
+                Err(refusal) => refusal,
+            };
+            log_refused(rows, &who.workspace, verb, who.session, who.generation, &refusal)?;
+            finish(rows, rider, Err(refusal))
         })
     }
 
@@ -158,7 +188,10 @@ impl<B: Backend> Ledger for B {
         self.transact(Durability::Full, |rows| {
             let answer = match of_key(rows, id, key)? {
                 Err(refusal) => Err(refusal),
-                Ok(row) if !row.is_open() || row.assignee == *to => Ok(row),
+                Ok(row) if !row.is_open() => {
+                    Err(Refusal { code: Code::AlreadySettled, current: None })
+                }
+                Ok(row) if row.assignee == *to => Ok(row),
                 Ok(row) => {
                     let row = Request { assignee: to.clone(), ..row };
                     rows.put_request(&row)?;
@@ -265,7 +298,7 @@ pub(super) fn conclude(
 pub(super) fn taken_over(
     rows: &mut dyn Rows,
     id: &WorkspaceId,
-    newest: super::Generation,
+    newest: Generation,
 ) -> Result<Vec<Unresolved>, Fault> {
     let now = rows.wall().to_string();
     let open = Which { workspace: Some(id.clone()), open: true, limit: usize::MAX };
@@ -281,19 +314,28 @@ pub(super) fn taken_over(
         }
         left.push(Unresolved::from(&row));
     }
-    for row in rows.requests(&open)? {
-        let row = if row.generation < newest { lose(rows, &row, &now)? } else { row };
-        left.push(Unresolved::from(&row));
+    if let Some(former) = newest.0.checked_sub(1) {
+        lose_requests(rows, id, Generation(former))?;
     }
+    left.extend(rows.requests(&open)?.iter().map(Unresolved::from));
     Ok(left)
 }
 
-fn lose(rows: &mut dyn Rows, row: &Request, now: &str) -> Result<Request, Fault> {
-    let lost = request::lost(row, now);
-    if lost != *row {
-        rows.put_request(&lost)?;
+/// The writers of a workspace up to `last` lost it: what they may have sent is UNKNOWN.
+pub(super) fn lose_requests(
+    rows: &mut dyn Rows,
+    id: &WorkspaceId,
+    last: Generation,
+) -> Result<(), Fault> {
+    let now = rows.wall().to_string();
+    let open = Which { workspace: Some(id.clone()), open: true, limit: usize::MAX };
+    for row in rows.requests(&open)?.iter().filter(|row| row.generation <= last) {
+        let lost = request::lost(row, &now);
+        if lost != *row {
+            rows.put_request(&lost)?;
+        }
     }
-    Ok(lost)
+    Ok(())
 }
 
 fn begin(rows: &mut dyn Rows, wish: &Begin) -> Outcome<Begun> {
@@ -303,11 +345,7 @@ fn begin(rows: &mut dyn Rows, wish: &Begin) -> Outcome<Begun> {
     let workspace = match allowed {
         Ok(workspace) => workspace,
         Err(refusal) => {
-            let (code, current) = (refusal.code, refusal.current.clone());
-            let (session, generation) = (wish.session, Some(wish.generation));
-            let verb = "begin".to_owned();
-            let what = Happening::Refused { verb, session, generation, code, current };
-            rows.log(&wish.workspace, what)?;
+            log_refused(rows, &wish.workspace, "begin", wish.session, wish.generation, &refusal)?;
             return Ok(Err(refusal));
         }
     };
@@ -332,12 +370,24 @@ fn begin(rows: &mut dyn Rows, wish: &Begin) -> Outcome<Begun> {
                 Begun::KeyUsed(_) => Code::KeyUsed,
                 _ => Code::TooManyOpen,
             };
-            let (session, generation) = (wish.session, Some(wish.generation));
-            let (verb, current) = ("begin".to_owned(), Some(workspace.current()));
-            rows.log(id, Happening::Refused { verb, session, generation, code, current })?;
+            let refusal = workspace.refuse(code);
+            log_refused(rows, id, "begin", wish.session, wish.generation, &refusal)?;
         }
     }
     Ok(Ok(begun))
+}
+
+fn log_refused(
+    rows: &mut dyn Rows,
+    id: &WorkspaceId,
+    verb: &str,
+    session: SessionId,
+    generation: Generation,
+    refusal: &Refusal,
+) -> Result<(), Fault> {
+    let (verb, generation) = (verb.to_owned(), Some(generation));
+    let (code, current) = (refusal.code, refusal.current.clone());
+    rows.log(id, Happening::Refused { verb, session, generation, code, current })
 }
 
 /// The request of a key that a workspace has.

@@ -1,7 +1,7 @@
 //! Each verb once, over whatever a backend calls a transaction.
 
 use super::layers;
-use super::ledger::{conclude, state_of, taken_over};
+use super::ledger::{conclude, lose_requests, state_of, taken_over};
 use super::{
     Acquire, Acquired, Answer, Authority, Code, Error, Generation, Happening, HeadAt, HistoryRow,
     Journal, KeyState, Lease, LeaseId, LeaseState, NewWorkspace, PublicationKey, Publish, Refusal,
@@ -392,6 +392,9 @@ impl<B: Backend> Authority for B {
     ) -> Answer<()> {
         self.transact(Durability::Full, |rows| {
             let answer = rule(rows, id, |old, _| old.end(lease, generation, state, why))?;
+            if answer.is_ok() {
+                lose_requests(rows, id, generation)?;
+            }
             finish(rows, rider, answer)
         })
     }

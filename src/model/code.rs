@@ -59,7 +59,7 @@ codes! {
     KeyBuried "key_buried" 409 4 "The publication key was resolved as not committed and cannot be used again.";
     KeyForgotten "key_forgotten" 409 4 "The key is older than the ledger goes back; what became of it is not known any more.";
     TaskTaken "task_taken" 409 4 "The external task was begun under another key, which may have done it.";
-    AlreadySettled "already_settled" 409 4 "Another outcome was recorded before.";
+    AlreadySettled "already_settled" 409 4 "Its outcome is recorded already.";
     TooManyOpen "too_many_open" 409 4 "Too many requests of this workspace are open; settle some first.";
     PredecessorUnfenced "predecessor_unfenced" 409 4 "The former writer on this host is not proved frozen yet; wait or use --force.";
     Doubt "doubt" 409 4 "It is not known whether the lease still holds; no new work is started.";

@@ -25,4 +25,4 @@ pub mod view;
 pub mod workspace;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

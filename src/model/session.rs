@@ -112,6 +112,10 @@ pub enum Loss {
     Closed {
         /// What stood in the way of a clean end.
         reason: String,
+        /// The publication of all that was in the upper, if that its outcome is unknown is all that
+        /// stood in the way.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        offered: Option<PublicationKey>,
     },
     /// A readmission could not be completed.
     ReadmitFailed {
@@ -144,7 +148,7 @@ impl fmt::Display for Loss {
             }
             Self::Operator { by, reason } => write!(f, "fenced by {by}: {reason}"),
             Self::Reboot => f.write_str("the host started again"),
-            Self::Closed { reason } => write!(f, "closed: {reason}"),
+            Self::Closed { reason, offered: _ } => write!(f, "closed: {reason}"),
             Self::ReadmitFailed { reason } => write!(f, "readmission failed: {reason}"),
         }
     }

@@ -488,4 +488,7 @@ fn not_read_only(s: &mut Session) {
     if s.disposition == Some(Disposition::Clean) {
         s.disposition = None;
     }
+    if let Some(Loss::Closed { offered, .. }) = &mut s.loss {
+        *offered = None;
+    }
 }

@@ -110,15 +110,22 @@ pub struct Refusal {
 fn shown(current: &Option<Current>) -> String {
     match current {
         None => String::new(),
-        Some(Current { hold: Some(why), .. }) => {
-            format!(" On HOLD: {why}. `overfence workspace repair` lifts it.")
+        Some(c) => {
+            let hold = c
+                .hold
+                .as_ref()
+                .map(|why| format!(" On HOLD: {why}. `overfence workspace repair` lifts it."));
+            let head = match c.at.head.0.last() {
+                Some(top) => format!("{top} on {} more", c.at.head.0.len() - 1),
+                None => "empty".to_owned(),
+            };
+            let owner = c.owner.as_ref().map_or("nobody", |o| o.as_str());
+            let (generation, version) = (c.generation, c.at.version);
+            format!(
+                "{} Now: generation {generation}, owner {owner}, version {version}, head {head}.",
+                hold.unwrap_or_default()
+            )
         }
-        Some(c) => format!(
-            " Now: generation {}, owner {}, version {}.",
-            c.generation,
-            c.owner.as_ref().map_or("nobody", |o| o.as_str()),
-            c.at.version
-        ),
     }
 }
 
@@ -181,6 +188,34 @@ pub struct Acquired {
     /// What former writers left without a known outcome; the authority fills it in.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unresolved: Vec<Unresolved>,
+}
+
+/// A writer, as the publication predicate looks at it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Writer {
+    /// Of which workspace.
+    pub workspace: WorkspaceId,
+    /// Under which lease.
+    pub lease: LeaseId,
+    /// With which fencing token.
+    pub generation: Generation,
+    /// From which session.
+    pub session: SessionId,
+    /// What the session last saw committed.
+    pub expected: HeadAt,
+}
+
+impl Writer {
+    /// The one that a session is.
+    pub fn of(s: &Session) -> Self {
+        Self {
+            workspace: s.workspace.clone(),
+            lease: s.lease,
+            generation: s.generation,
+            session: s.id,
+            expected: s.expected.clone(),
+        }
+    }
 }
 
 /// A wish to advance the head by one layer. The authority checks all of it in one transaction.
@@ -452,6 +487,15 @@ impl Workspace {
             return Err(self.refuse(Code::HeadMismatch));
         }
         Ok(())
+    }
+
+    /// What a writer that lost its lease is told when it asks all the same: what speaks against it by
+    /// the predicate, or that the lease is lost where nothing here says so yet.
+    pub fn refuse_writer(&self, who: &Writer, now: &BootInstant) -> Refusal {
+        match self.may_commit((who.lease, who.generation, who.session), &who.expected, now) {
+            Err(refusal) => refusal,
+            Ok(()) => self.refuse(Code::LeaseLost),
+        }
     }
 
     /// Whether an external request may be begun: the publication predicate, without a key.

@@ -1,8 +1,10 @@
 //! Publications and external requests: what may be out without a known outcome.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::sessions::stale;
 use super::{Agent, actor, denied, unavailable, unique, workspace_id};
 use crate::agent::effects::text;
 use crate::agent::failure::{Caller, Failure};
@@ -10,9 +12,7 @@ use crate::agent::host::Host;
 use crate::agent::slot::{Slot, draft};
 use crate::failpoint;
 use crate::model::code::Code;
-use crate::model::ids::{
-    Generation, Owner, PublicationKey, RequestKey, SessionId, Version, WorkspaceId,
-};
+use crate::model::ids::{Generation, Owner, PublicationKey, RequestKey, SessionId, WorkspaceId};
 use crate::model::journal::{Draft, Journal};
 use crate::model::ledger::{KeyState, Publication, Which};
 use crate::model::request::{Begin, Begun, Request, Settlement};
@@ -22,7 +22,7 @@ use crate::model::view::{
     AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,
     SettleRequest,
 };
-use crate::model::workspace::Refusal;
+use crate::model::workspace::{Refusal, Writer};
 
 /// How long a begin waits for a publication of its own session to be answered.
 const TURN: Duration = Duration::from_secs(5);
@@ -92,8 +92,12 @@ impl Agent {
         let (prefix, who) = (prefix.to_owned(), actor(by));
         self.blocking(move |host| {
             let row = publication(host, &prefix)?;
-            let detail = serde_json::json!({ "publication": row.key, "to": to });
-            let rider = |_: &_| note("assign", &row.workspace, &who, detail);
+            let rider = |answer: &Result<Publication, Refusal>| {
+                let answer = answer.as_ref().map(|_| "assigned").map_err(|refusal| refusal.code);
+                let detail =
+                    serde_json::json!({ "publication": row.key, "to": to, "answer": answer });
+                note("assign", &row.workspace, &who, detail)
+            };
             failpoint::hit("authority.assign.before");
             let answer = host.authority.assign(&row.workspace, row.key, &to, Box::new(rider));
             failpoint::hit("authority.assign.after");
@@ -134,24 +138,29 @@ impl Agent {
         // While a layer of its own is being offered, nobody can say which head it expects.
         slot.wait_for(TURN, |inner| !is_publishing(&inner.session)).await;
         let s = slot.session();
-        let mut begin = wish_of(&s, wish)?;
+        let begin = wish_of(&s, wish)?;
         let lost = match s.may_start_work() {
             Ok(()) => false,
             Err(Code::LeaseLost) => true,
             Err(code) => return Err(denied(&s, code)),
         };
-        if lost {
-            // The refusal is the authority's, which names the present owner. What it does not know
-            // of yet is refused all the same: no workspace has this version.
-            begin.expected.version = Version(u64::MAX);
-        }
         let (asked, who) = (Arc::clone(&slot), by.to_owned());
+        if lost {
+            let refused = self.blocking(move |host| {
+                let refusal = host.refuse_writer(
+                    &s,
+                    "begin",
+                    &who,
+                    serde_json::json!({ "task": begin.task, "key": begin.key }),
+                )?;
+                host.metrics.request_refused(refusal.code);
+                Ok(stale(&s, refusal))
+            });
+            return Err(refused.await.unwrap_or_else(|failure| failure));
+        }
         let answer = self.blocking(move |host| host.begin(&asked, &s, &begin, &who)).await;
         let now = slot.session();
         match answer {
-            Err(failure) if lost && failure.code == Code::VersionMismatch => {
-                Err(denied(&now, Code::LeaseLost))
-            }
             Ok(begun) => match now.may_start_work() {
                 Ok(()) => Ok(begun),
                 // Doubt came meanwhile. It is recorded, and not to be sent; somebody settles it.
@@ -227,8 +236,11 @@ impl Agent {
         let to: Owner = wish.assignee.parse().map_err(|e| bad(&e))?;
         let who = actor(by);
         self.blocking(move |host| {
-            let detail = serde_json::json!({ "request": key, "to": to });
-            let rider = |_: &_| note("assign", &id, &who, detail);
+            let rider = |answer: &Result<Request, Refusal>| {
+                let answer = answer.as_ref().map(|_| "assigned").map_err(|refusal| refusal.code);
+                let detail = serde_json::json!({ "request": key, "to": to, "answer": answer });
+                note("assign", &id, &who, detail)
+            };
             failpoint::hit("authority.reassign.before");
             let answer = host.authority.reassign(&id, &key, &to, Box::new(rider));
             failpoint::hit("authority.reassign.after");
@@ -242,6 +254,31 @@ impl Agent {
 }
 
 impl Host {
+    /// Asks the authority to refuse a session that lost its lease: its word names who owns the workspace
+    /// now, and its history and the evidence have it. Blocks.
+    pub(super) fn refuse_writer(
+        &self,
+        s: &Session,
+        verb: &str,
+        by: &str,
+        about: serde_json::Value,
+    ) -> Result<Refusal, Failure> {
+        let who = Writer::of(s);
+        let rider = |answer: &Result<Infallible, Refusal>| {
+            let refusal = answer.as_ref().err();
+            let detail =
+                serde_json::json!({ "asked": who, "about": about, "answer": { "Err": refusal } });
+            let kind = if verb == "publish" { "publication" } else { "request_begin" };
+            Journal { sessions: vec![], entries: vec![draft(kind, s, by, detail)] }
+        };
+        let lost = |why| Failure::new(Code::AuthorityUnavailable, why);
+        failpoint::lost("authority.refuse.before").map_err(lost)?;
+        let answer = self.authority.refuse(&who, verb, Box::new(rider)).map_err(unavailable)?;
+        failpoint::hit("authority.refuse.after");
+        let Err(refusal) = answer;
+        Ok(refusal)
+    }
+
     /// The begin itself. Blocks.
     fn begin(
         &self,

@@ -15,8 +15,7 @@ use crate::kernel::clock;
 use crate::kernel::walk::Dir;
 use crate::model::code::Code;
 use crate::model::facts::Fact;
-use crate::model::head::{Digest, HeadAt};
-use crate::model::ids::{LeaseId, PublicationKey, SessionId, Version};
+use crate::model::ids::{LeaseId, PublicationKey, SessionId};
 use crate::model::journal::Journal;
 use crate::model::lease::HolderKind;
 use crate::model::session::{CloseMode, Disposition, FenceWish, Session, State, Work};
@@ -25,7 +24,7 @@ use crate::model::view::{
     BeatAnswer, CheckpointSession, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession,
     Opened, ReadmitSession, SessionView,
 };
-use crate::model::workspace::{Acquire, Acquired, Publish, Refusal};
+use crate::model::workspace::{Acquire, Acquired, Refusal};
 use crate::progress::{Counted, What};
 use crate::store::Durability;
 use crate::upper::changes::{self, Format};
@@ -161,7 +160,7 @@ impl Agent {
         let key = PublicationKey::fresh();
         let s = slot.session();
         if matches!(s.state, State::Fencing | State::Fenced | State::Preserved) {
-            return Err(self.refused_by_authority(s, key).await);
+            return Err(self.refused_by_authority(by, s).await);
         }
         let live = wish.live;
         if !live && s.may_start_work().is_ok() && s.work.is_none() {
@@ -189,12 +188,7 @@ impl Agent {
         let outcome = match answer {
             Some(Published::Committed { .. }) => "committed",
             Some(Published::Refused { refusal }) => return Err(refusal.into()),
-            Some(Published::Unknown { why }) => {
-                return Err(Failure::new(
-                    Code::UnknownPublication,
-                    format!("publication {key} has no known outcome yet: {why}"),
-                ));
-            }
+            Some(Published::Unknown { why }) => return Err(unknown(key, &why)),
             None if !s.holds_lease() => return Err(denied(&s, Code::LeaseLost)),
             None => match s.trouble {
                 Some(why) => return Err(Failure::new(code.unwrap_or(Code::Internal), why)),
@@ -210,22 +204,14 @@ impl Agent {
         })
     }
 
-    async fn refused_by_authority(&self, s: Session, key: PublicationKey) -> Failure {
-        let lost = denied(&s, Code::LeaseLost);
-        // An offer that cannot be committed even if the authority still knew the lease: no
-        // workspace has this version. A stopped session's bytes go only where a person sends them.
-        let never = HeadAt { version: Version(u64::MAX), head: s.expected.head.clone() };
-        let asked = self
-            .blocking(move |host| {
-                let wish = Publish { expected: never, ..Publish::of(&s, key, Digest([0; 32])) };
-                host.offer(&s, &wish).map_err(|e| Failure::new(Code::AuthorityUnavailable, e))
-            })
-            .await;
-        match asked {
-            Ok(Err(refusal)) if refusal.code != Code::VersionMismatch => refusal.into(),
-            Ok(_) => lost,
-            Err(failure) => failure,
-        }
+    async fn refused_by_authority(&self, by: &Caller, s: Session) -> Failure {
+        let who = actor(by);
+        let asked = self.blocking(move |host| {
+            let refusal = host.refuse_writer(&s, "publish", &who, serde_json::json!({}))?;
+            host.metrics.refused(refusal.code);
+            Ok(stale(&s, refusal))
+        });
+        asked.await.unwrap_or_else(|failure| failure)
     }
 
     /// Ends a session by its owner's wish.
@@ -238,7 +224,10 @@ impl Agent {
         let slot = self.slot(id)?;
         let s = slot.session();
         if matches!(s.state, State::Fencing | State::Fenced | State::Preserved) {
-            return Err(denied(&s, Code::LeaseLost));
+            return Err(match wish.mode {
+                Some(CloseMode::Checkpoint) => self.refused_by_authority(by, s).await,
+                Some(CloseMode::Keep | CloseMode::Discard) | None => denied(&s, Code::LeaseLost),
+            });
         }
         let mode = match wish.mode {
             Some(mode) => mode,
@@ -273,16 +262,15 @@ impl Agent {
         if s.state != State::Closed && mode != CloseMode::Keep {
             return Err(match answer {
                 Some(Published::Refused { refusal }) => refusal.into(),
-                Some(Published::Unknown { .. } | Published::Committed { .. }) | None => {
-                    Failure::new(
-                        code.filter(|code| *code != Code::Internal).unwrap_or(Code::Partial),
-                        format!(
-                            "session {id} is {}: {}",
-                            s.state,
-                            s.trouble.or(s.loss.map(|l| l.to_string())).unwrap_or_default()
-                        ),
-                    )
-                }
+                Some(Published::Unknown { why }) => unknown(key, &why),
+                Some(Published::Committed { .. }) | None => Failure::new(
+                    code.filter(|code| *code != Code::Internal).unwrap_or(Code::Partial),
+                    format!(
+                        "session {id} is {}: {}",
+                        s.state,
+                        s.trouble.or(s.loss.map(|l| l.to_string())).unwrap_or_default()
+                    ),
+                ),
             });
         }
         Ok(self.session_view(&slot))
@@ -485,6 +473,24 @@ fn taken(slot: &Slot, applied: Applied) -> Result<(), Failure> {
     }
 }
 
+fn unknown(key: PublicationKey, why: &str) -> Failure {
+    let text = format!(
+        "publication {key} has no known outcome yet: {why}; it is asked for again, \
+         `overfence publication show {key}` tells how it stands"
+    );
+    Failure::new(Code::UnknownPublication, text)
+}
+
+/// What becomes of the bytes of a session that lost its lease is for a person to say.
+const STALE: &str = " `overfence preserved export` saves its bytes, `preserved discard` gives them \
+    up, `readmit` lets a frozen one run on.";
+
+/// The authority's refusal of a session that lost its lease.
+pub(super) fn stale(s: &Session, refusal: Refusal) -> Failure {
+    let message = format!("session {} is {}: {refusal}{STALE}", s.id, s.state);
+    Failure { message, ..refusal.into() }
+}
+
 /// A refusal by the session's own state, with what is known of it.
 pub(in crate::agent) fn denied(s: &Session, code: Code) -> Failure {
     let why = match (&s.loss, &s.doubt) {
@@ -493,9 +499,7 @@ pub(in crate::agent) fn denied(s: &Session, code: Code) -> Failure {
         (None, None) => String::new(),
     };
     let next = match code {
-        Code::LeaseLost => {
-            " `overfence preserved export` saves its bytes, `preserved discard` gives them up, `readmit` lets a frozen one run on."
-        }
+        Code::LeaseLost => STALE,
         Code::Doubt => " Wait for the authority, or for the deadline.",
         _ => "",
     };

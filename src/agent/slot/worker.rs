@@ -11,7 +11,7 @@ use crate::failpoint;
 use crate::kernel::clock;
 use crate::model::journal::Journal;
 use crate::model::ledger::{KeyState, stage_of};
-use crate::model::session::{Session, State};
+use crate::model::session::{Session, Stage, State, Work};
 use crate::model::step::{Effect, Event};
 use crate::model::workspace::Refusal;
 use crate::store::Durability;
@@ -158,7 +158,7 @@ impl Host {
     /// Makes a step durable. What is going to be offered, or is offered next, is entered in the
     /// ledger with it, in one transaction.
     fn enter(&self, s: &Session, journal: &Journal) -> Result<(), String> {
-        let alone = || self.store.record(journal, durability(journal)).map_err(text);
+        let alone = || self.store.record(journal, durability(s, journal)).map_err(text);
         let Some((wish, stage)) = stage_of(s).filter(|_| !journal.sessions.is_empty()) else {
             return alone();
         };
@@ -181,7 +181,62 @@ impl Host {
     }
 }
 
-/// Witnessed time and the like need not survive a power loss; decisions do.
-fn durability(journal: &Journal) -> Durability {
-    if journal.entries.is_empty() { Durability::Lazy } else { Durability::Full }
+/// Decisions survive a power loss. Witnessed time and the like need not, nor need a checkpoint that is
+/// not offered yet: its session ends with the power, and a freeze is not to wait for the disk.
+fn durability(s: &Session, journal: &Journal) -> Durability {
+    let not_offered = matches!(
+        s.work,
+        Some(Work::Checkpoint {
+            stage: Stage::Stopping
+                | Stage::Capturing
+                | Stage::Gathered
+                | Stage::Packing
+                | Stage::Thawing { .. },
+            ..
+        })
+    );
+    match journal.entries.is_empty() || (s.state == State::Active && not_offered) {
+        true => Durability::Lazy,
+        false => Durability::Full,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::head::Digest;
+    use crate::model::ids::PublicationKey;
+    use crate::model::tests::session;
+
+    #[test]
+    fn a_checkpoint_waits_for_the_disk_once_it_is_offered() {
+        let mut s = session(State::Active);
+        let entries = vec![super::super::draft("checkpoint", &s, "a test", serde_json::json!({}))];
+        let told = Journal { sessions: vec![s.clone()], entries };
+        let noted = Journal { entries: vec![], ..told.clone() };
+        let layer = Digest([5; 32]);
+        for (stage, wanted) in [
+            (Stage::Stopping, Durability::Lazy),
+            (Stage::Capturing, Durability::Lazy),
+            (Stage::Gathered, Durability::Lazy),
+            (Stage::Packing, Durability::Lazy),
+            (Stage::Thawing { layer: Some(layer) }, Durability::Lazy),
+            (Stage::Publishing { layer }, Durability::Full),
+        ] {
+            let key = PublicationKey::from_u128(1);
+            s.work = Some(Work::Checkpoint { key, stage, tainted: false });
+            assert_eq!(durability(&s, &told), wanted, "{stage:?}");
+            assert_eq!(durability(&s, &noted), Durability::Lazy, "{stage:?}");
+        }
+        // A loss is a decision, whatever it found under way.
+        s.work = Some(Work::Checkpoint {
+            key: PublicationKey::from_u128(1),
+            stage: Stage::Capturing,
+            tainted: false,
+        });
+        s.state = State::Fencing;
+        assert_eq!(durability(&s, &told), Durability::Full);
+        (s.state, s.work) = (State::Active, None);
+        assert_eq!(durability(&s, &told), Durability::Full);
+    }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::*;
 use crate::model::journal::Draft;
 use crate::model::ledger::{Publication, Which};
-use crate::model::workspace::PUBLISH_REFUSALS;
+use crate::model::workspace::{PUBLISH_REFUSALS, Writer};
 
 fn enter(f: &dyn Fixture, p: &Publish, stage: KeyState) -> Result<(), Refusal> {
     f.authority().enter(p, &"ann".parse().unwrap(), stage, no_rider()).unwrap()
@@ -245,5 +245,41 @@ pub(super) fn assigned(f: &dyn Fixture) {
     let to = "bob".parse().unwrap();
     assert_eq!(newest(f), Happening::Assigned { key: p.key.to_string(), to });
     publish(f, &p).unwrap();
-    assert_eq!(assign(p.key, "eve").unwrap().assignee, Some("bob".parse().unwrap()));
+    let before = newest(f);
+    assert_eq!(assign(p.key, "eve").unwrap_err().code, Code::AlreadySettled);
+    assert_eq!(row(f, p.key).assignee, Some("bob".parse().unwrap()));
+    assert_eq!(newest(f), before);
+}
+
+pub(super) fn refused_without_an_offer(f: &dyn Fixture) {
+    let refuse = |who: &Writer| {
+        let Err(refusal) = f.authority().refuse(who, "publish", no_rider()).unwrap();
+        refusal
+    };
+    create(f);
+    let a = acquire(f, 1);
+    let writer = |of: &Acquired| Writer {
+        workspace: ws(),
+        lease: of.lease.id,
+        generation: of.lease.generation,
+        session: of.lease.session,
+        expected: of.at.clone(),
+    };
+    // Nothing speaks against it here, and still it is not granted anything.
+    let early = refuse(&writer(&a));
+    assert_eq!(early.code, Code::LeaseLost);
+    assert_eq!(early.current.unwrap().generation, a.lease.generation);
+    end(f, &a, LeaseState::Revoked, "x").unwrap();
+    assert_eq!(refuse(&writer(&a)).code, Code::LeaseRevoked);
+    let b = acquire(f, 2);
+    let late = refuse(&writer(&a));
+    assert_eq!(late.code, Code::StaleGeneration);
+    assert_eq!(late.current.as_ref().unwrap().session, Some(b.lease.session));
+    let (session, generation) = (a.lease.session, Some(a.lease.generation));
+    let (verb, code, current) = ("publish".to_owned(), late.code, late.current);
+    assert_eq!(newest(f), Happening::Refused { verb, session, generation, code, current });
+    let nowhere = Writer { workspace: "nowhere".parse().unwrap(), ..writer(&a) };
+    assert_eq!(refuse(&nowhere).code, Code::UnknownWorkspace);
+    assert_eq!(rows(f, false), []);
+    assert_eq!(record(f).at, a.at);
 }

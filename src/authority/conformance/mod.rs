@@ -79,6 +79,7 @@ const TESTS: &[Test] = &[
     ("I7 an unknown row does not block others", ledger::unknown_blocks_nothing),
     ("I7 a pruned key is forgotten, not uncommitted", ledger::forgotten),
     ("open rows have an assignee", ledger::assigned),
+    ("a writer without a lease is refused without an offer", ledger::refused_without_an_offer),
     ("I7 a request is durable under the predicate", requests::begun),
     ("I7 one task is out once", requests::one_key_a_task),
     ("I7 a request is resumed by a newer generation", requests::resumed),

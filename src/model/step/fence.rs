@@ -295,7 +295,7 @@ pub(super) fn on_read_only_lost(s: &mut Session) -> Step {
         {
             not_read_only(s);
             let reason = "the overlay was made writable while it was removed".to_owned();
-            s.loss.get_or_insert(Loss::Closed { reason });
+            s.loss.get_or_insert(Loss::Closed { reason, offered: None });
             s.state = State::Preserved;
             Step::go([Effect::ReadOnly, Effect::Show])
         }

@@ -209,7 +209,7 @@ pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Publi
         Published::Unknown { .. } => s.unknown.extend(offered.map(|layer| (key, layer))),
     }
     if offered.is_none() {
-        return Step::note();
+        return on_resolved(s, key, outcome);
     }
     match s.state {
         State::Active => {
@@ -217,7 +217,7 @@ pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Publi
             match outcome {
                 Published::Committed { .. } => Step::note(),
                 Published::Unknown { why } => {
-                    s.trouble = Some(format!("a publication has no known outcome: {why}"));
+                    s.trouble = Some(no_outcome(key, why));
                     Step::note()
                 }
                 Published::Refused { refusal } => match lost_by(refusal) {
@@ -240,7 +240,7 @@ pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Publi
                 }
                 Published::Unknown { why } => {
                     *mode = CloseMode::Keep;
-                    s.trouble = Some(format!("the publication has no known outcome: {why}"));
+                    s.trouble = Some(no_outcome(key, why));
                 }
             }
             Step::go([Effect::Release])
@@ -253,6 +253,34 @@ pub(super) fn on_published(s: &mut Session, key: PublicationKey, outcome: &Publi
         | State::Closed
         | State::Quarantined => Step::note(),
     }
+}
+
+/// The outcome of a publication that nobody waits for any more.
+fn on_resolved(s: &mut Session, key: PublicationKey, outcome: &Published) -> Step {
+    match outcome {
+        Published::Committed { .. } if s.unknown.is_empty() => s.trouble = None,
+        Published::Refused { refusal } => {
+            s.trouble = Some(format!("publication {key} was not committed: {refusal}"));
+        }
+        Published::Committed { .. } | Published::Unknown { .. } => {}
+    }
+    let closing =
+        matches!(s.loss, Some(Loss::Closed { offered: Some(offered), .. }) if offered == key);
+    let committed = matches!(outcome, Published::Committed { .. });
+    // All of the upper is in the head after all, and nobody asked for it to be kept.
+    let clean =
+        closing && committed && writerless(s) && s.altered.is_none() && s.keep_until.is_none();
+    match s.state {
+        State::Preserved if clean && s.unknown.is_empty() => begin_deleting(s, Disposition::Clean),
+        _ => Step::note(),
+    }
+}
+
+fn no_outcome(key: PublicationKey, why: &str) -> String {
+    format!(
+        "publication {key} has no known outcome: {why}; it is asked for again, \
+         `overfence publication show {key}` tells how it stands"
+    )
 }
 
 /// A close published everything, or there was nothing to publish: clean, if nobody can have
@@ -298,7 +326,15 @@ pub(super) fn on_released(s: &mut Session) -> Step {
             (_, _) => {
                 let reason =
                     s.trouble.clone().unwrap_or_else(|| "kept on the owner's wish".to_owned());
-                s.loss = Some(Loss::Closed { reason });
+                let offered = match s.work {
+                    Some(Work::Close { key, .. })
+                        if s.unknown.contains_key(&key) && writerless(s) =>
+                    {
+                        Some(key)
+                    }
+                    Some(_) | None => None,
+                };
+                s.loss = Some(Loss::Closed { reason, offered });
                 Step::go(preserve(s))
             }
         },

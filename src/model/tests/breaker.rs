@@ -79,7 +79,7 @@ fn only_what_nobody_asked_for_counts() {
         superseded(Some("op".to_owned())),
         Loss::Operator { by: by.clone(), reason: reason.clone() },
         Loss::Revoked { by, reason: reason.clone() },
-        Loss::Closed { reason: reason.clone() },
+        Loss::Closed { reason: reason.clone(), offered: None },
         Loss::ReadmitFailed { reason },
         Loss::Reboot,
     ];

@@ -40,7 +40,7 @@ fn proof(n: u64) -> Proof {
     Proof { asked: "asked".into(), answer: format!("answer {n}"), at: BootNs(n), took_us: 1 }
 }
 
-fn session(state: State) -> Session {
+pub(crate) fn session(state: State) -> Session {
     Session {
         id: SessionId::from_u128(1),
         workspace: "w".parse().unwrap(),

@@ -284,6 +284,42 @@ fn a_close_that_is_refused_or_unknown_keeps_the_bytes() {
 }
 
 #[test]
+fn a_close_that_turns_out_to_be_committed_ends_clean_after_all() {
+    let unknown = || {
+        let mut s = session(State::Active);
+        close(&mut s, CloseMode::Checkpoint);
+        then(&mut s, read_only(), State::Releasing, &[capture(1)]);
+        then(&mut s, captured(1, 5), State::Releasing, &[publish(1, 5)]);
+        let lost = Published::Unknown { why: "lost".into() };
+        then(&mut s, answered(1, lost), State::Releasing, &[Effect::Release]);
+        assert!(s.trouble.as_ref().unwrap().contains(&key(1).to_string()), "{:?}", s.trouble);
+        then(&mut s, Event::Released, State::Preserved, &[Effect::Show]);
+        then(&mut s, tick(), State::Preserved, &[resolve(1, 5)]);
+        s
+    };
+    let mut s = unknown();
+    then(&mut s, answered(1, committed(5)), State::Deleting, &[Effect::Kill]);
+    assert_eq!((&s.disposition, &s.trouble), (&Some(Disposition::Clean), &None));
+    let mut s = unknown();
+    then(&mut s, answered(1, refusal(Code::KeyBuried)), State::Preserved, &[]);
+    assert!(s.trouble.as_ref().unwrap().contains("was not committed"), "{:?}", s.trouble);
+    // Somebody wants it kept, somebody may have written to it since, or it is another one's answer.
+    let mut s = unknown();
+    then(&mut s, Event::Kept { until_ms: 1, by: "op".into() }, State::Preserved, &[]);
+    then(&mut s, answered(1, committed(5)), State::Preserved, &[]);
+    let mut s = unknown();
+    let written = Event::ReadOnlyLost { seen: "rw".into() };
+    then(&mut s, written, State::Preserved, &[FENCE, Effect::ReadOnly]);
+    then(&mut s, read_only(), State::Preserved, &[]);
+    then(&mut s, answered(1, committed(5)), State::Preserved, &[]);
+    let mut s = unknown();
+    s.altered = Some("seen".into());
+    then(&mut s, answered(1, committed(5)), State::Preserved, &[]);
+    let mut s = unknown();
+    then(&mut s, answered(2, committed(5)), State::Preserved, &[]);
+}
+
+#[test]
 fn a_readmission_wants_a_new_generation_and_thaws_last() {
     let readmit = |g| Event::Readmitted {
         lease: LeaseId::from_u128(2),

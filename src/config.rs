@@ -196,7 +196,8 @@ pub struct PreserveKeys {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointKeys {
-    /// Longest freeze of a running session for a capture.
+    /// How long the agent speaks for a holder that it keeps frozen for a capture. A capture that takes
+    /// longer goes on, and the holder's lease runs out a TTL later.
     #[serde(with = "duration")]
     pub max_freeze: Duration,
 }

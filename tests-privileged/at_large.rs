@@ -317,6 +317,7 @@ fn breaker(place: &Place) {
     let good = host.open("good", "60s");
     let good = good["session"]["id"].as_str().unwrap().to_owned();
     host.must(&["fence", &good, "--wait=10s"]);
+    under_an_open_breaker(&host);
     // It is durable.
     host.kill_agent();
     assert!(host.start(None));
@@ -328,6 +329,10 @@ fn breaker(place: &Place) {
     let closed = host.must(&["breaker", "reset", "--reason", "the network is mended"]);
     assert_eq!(closed["open"], false);
     assert_eq!(host.must(&["breaker", "reset", "--reason", "again"])["open"], false);
+    // What a person decided about is not judged again.
+    host.kill_agent();
+    assert!(host.start(None));
+    assert_eq!(host.must(&["breaker", "show"])["open"], false);
     host.until(first, |v| has(v, "killed"));
     let begun = Instant::now();
     while upper.exists() || alive(&writers[1]) {
@@ -346,6 +351,33 @@ fn breaker(place: &Place) {
         host.must(&["fence", &session.id, "--to", "killed", "--wait=30s"]);
     }
     reap(writers);
+}
+
+/// What is published is published, and what was never opened is in nobody's way.
+fn under_an_open_breaker(host: &Host) {
+    let ran =
+        host.run(&["run", "-w", "r", "--create", "-o", "json", "--", "sh", "-c", "echo 1 > f"]);
+    assert_eq!(ran.status.code(), Some(0), "{ran:?}");
+    assert!(String::from_utf8_lossy(&ran.stderr).contains("the breaker is open"), "{ran:?}");
+    let told: Value = serde_json::from_slice(&ran.stdout).unwrap();
+    assert_eq!((&told["outcome"], &told["version"]), (&"published".into(), &1.into()), "{told}");
+    let status = host.must(&["workspace", "status", "r"]);
+    assert_eq!(status["version"], 1);
+    let layer = status["head"][0].as_str().unwrap().trim_start_matches("sha256:");
+    let place = host.dir.join("state/layers").join(layer);
+    let away = host.dir.join("away");
+    std::fs::rename(&place, &away).unwrap();
+    let failed = host.run(&["session", "open", "-w", "r"]);
+    assert!(!failed.status.success(), "{failed:?}");
+    std::fs::rename(&away, &place).unwrap();
+    let opened = host.must(&["session", "open", "-w", "r"]);
+    let merged = crate::agent_process::path_of(&opened["session"], "merged");
+    assert_eq!(std::fs::read_to_string(merged.join("f")).unwrap(), "1\n");
+    let sessions = host.must(&["session", "list"]);
+    let never = sessions.as_array().unwrap().iter();
+    let never: Vec<_> = never.filter(|s| s["disposition"]["by"] == "never_opened").collect();
+    assert_eq!(never, Vec::<&Value>::new());
+    host.must(&["fence", &id_of(&opened), "--wait=10s"]);
 }
 
 /// Killed on either side of the record: the next agent finds the losses, or the record.

@@ -40,6 +40,7 @@ mod needs;
 mod openapi;
 mod outside;
 mod package;
+mod places;
 mod progress;
 mod races;
 mod rebase;
@@ -97,6 +98,7 @@ fn all() -> Vec<(&'static str, Vec<Test>)> {
         ("gate", gate::tests()),
         ("upper", upper::tests()),
         ("seal", seal::tests()),
+        ("places", places::tests()),
         ("progress", progress::tests()),
         ("image", image::tests()),
         ("full_disk", full_disk::tests()),

@@ -149,6 +149,10 @@ fn no_grant_since(place: &Place) {
         &["workspace", "repair", "-w", "w", "--accept-generation", "0", "--reason", "x"],
     );
     assert!(said.contains("below 1") && said.contains("high-water"), "{said}");
+    // One that leaves no next one would make the name useless for ever.
+    let last = u64::MAX.to_string();
+    let ask = ["workspace", "repair", "-w", "w", "--accept-generation", &last, "--reason", "x"];
+    assert!(refused(&host, 2, &ask).contains("never issued"));
     let w = repair(&host, "w", 1);
     // Version 2 was another head: this one gets a version that nobody saw.
     assert_eq!((w["version"].as_u64(), w["hold"].is_null()), (Some(3), true), "{w:#}");

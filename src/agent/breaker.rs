@@ -71,7 +71,9 @@ impl Host {
         let mut losses: Vec<_> = stopped.filter_map(|s| Some((lost_at(s)?, *s))).collect();
         losses.sort_by_key(|(at, s)| (*at, s.id));
         let mut breaker = Breaker::with(open);
-        breaker.recall(losses.into_iter(), clock::now());
+        let closed = self.store.breaker_closed().map_err(text)?;
+        let closed = closed.filter(|closed| closed.boot == self.boot).map(|closed| closed.ns);
+        breaker.recall(losses.into_iter(), closed, clock::now());
         let writing = sessions.iter().filter(|s| writes(s.state)).count();
         let writing = u64::try_from(writing).unwrap_or(u64::MAX);
         self.breaker.starting.store(writing + breaker.counted(), Ordering::SeqCst);
@@ -117,8 +119,8 @@ impl Host {
     }
 
     /// Whether this effect waits until the breaker is closed.
-    pub(super) fn breaker_stops(&self, effect: &Effect, state: State) -> bool {
-        stops(effect, state) && self.breaker.rule().tripped().is_some()
+    pub(super) fn breaker_stops(&self, effect: &Effect, s: &Session) -> bool {
+        stops(effect, s) && self.breaker.rule().tripped().is_some()
     }
 
     /// Counts a session that stepped from `from`. Waits for nothing: the deadline timer comes here.

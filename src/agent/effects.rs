@@ -84,7 +84,7 @@ impl Host {
         effect: &Effect,
         tried: Try,
     ) -> Vec<Event> {
-        if self.breaker_stops(effect, s.state) {
+        if self.breaker_stops(effect, s) {
             return vec![Event::Held { what: effect.name().to_owned() }];
         }
         if matches!(effect, Effect::Kill | Effect::Remove | Effect::Publish { .. })

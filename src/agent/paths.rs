@@ -13,6 +13,7 @@
 //! <cgroup2>/<parent>/<id>/       the sealed cgroup; <parent> is made again if it was removed
 //! ```
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::config::Config;
@@ -57,6 +58,13 @@ pub struct Paths {
     pub cgroups: PathBuf,
     /// Where the cgroup2 hierarchy is.
     pub hierarchy: PathBuf,
+    /// Directories in which nobody else has business.
+    own: [PathBuf; 3],
+}
+
+fn are_same(one: &Path, other: &Path) -> bool {
+    let id = |path: &Path| path.metadata().map(|info| (info.dev(), info.ino()));
+    matches!((id(one), id(other)), (Ok(one), Ok(other)) if one == other)
 }
 
 impl Paths {
@@ -76,6 +84,7 @@ impl Paths {
             cgroups: cgroup_root.join(parent),
             hierarchy: cgroup_root.to_owned(),
             state: state.clone(),
+            own: [state.clone(), run.clone(), config.keys_dir.clone()],
         }
     }
 
@@ -92,17 +101,35 @@ impl Paths {
         self.cgroups.join(id.to_string())
     }
 
-    /// Whether a place is the agent's own: in its state or run-time directories, through whatever
-    /// links, but not where bundles go. Keys and sessions' uppers are there.
+    /// Whether a place is the agent's own: in its state, run-time or key directories, through whatever
+    /// links or binds, but not where bundles go. Keys and sessions' uppers are there.
     pub fn are_own(&self, place: &Path) -> bool {
         let real = |path: &Path| {
             // What is to be made lies where the part of its path does that is there.
             let there = path.ancestors().find_map(|above| above.canonicalize().ok());
             there.unwrap_or_else(|| path.to_owned())
         };
-        let place = real(place);
-        let own = [&self.state, &self.runtime].map(|dir| real(dir));
-        own.iter().any(|dir| place.starts_with(dir)) && !place.starts_with(real(&self.bundles))
+        let (place, bundles) = (real(place), real(&self.bundles));
+        if place.starts_with(&bundles) {
+            return false;
+        }
+        // A directory that is bound elsewhere has another path and is the same.
+        let below = |dir: &PathBuf| std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let bound = || {
+            let inner = self.own.iter().flat_map(below).map(|entry| entry.path());
+            let mut all = self.own.iter().cloned().chain(inner).filter(|dir| real(dir) != bundles);
+            all.any(|dir| are_same(&dir, &place))
+        };
+        self.own.iter().any(|dir| place.starts_with(real(dir))) || bound()
+    }
+
+    /// Whether a directory is, or holds, one of the agent's own.
+    pub fn hold_own(&self, tree: &Path) -> bool {
+        let above = |dir: &PathBuf| {
+            let real = dir.canonicalize().unwrap_or_else(|_| dir.clone());
+            real.ancestors().any(|above| are_same(above, tree))
+        };
+        self.are_own(tree) || self.own.iter().any(above)
     }
 
     /// Run-time directory of a session, not seen inside.

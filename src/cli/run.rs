@@ -239,6 +239,11 @@ fn close(
         Ok(closed) => closed,
         Err(failure) => {
             let Ok(view) = get(client, id) else { return Err(failure) };
+            // What it wrote is where it belongs: to run the command again would do it twice.
+            if view.state == "DELETING" && view.loss.is_none() {
+                context.note(&format!("overfence: session {id} is still to be removed: {failure}"));
+                return Ok((mode, view));
+            }
             let message = match view.loss {
                 Some(_) => format!("{}; {}", failure.message, whereabouts(&view)),
                 None => format!("{}; session {id} is {} still", failure.message, view.state),

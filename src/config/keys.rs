@@ -92,7 +92,11 @@ const KEYS: &[(&str, &str, &str)] = &[
         "",
     ),
     ("preserve.sweep", "From one sweep of the reconciler to the next; a span.", ""),
-    ("checkpoint.max_freeze", "Longest freeze of a running session for a capture; a span.", ""),
+    (
+        "checkpoint.max_freeze",
+        "How long the agent speaks for a holder that it keeps frozen for a capture; a span. The lease runs out a TTL later.",
+        "",
+    ),
     (
         "open.predecessor_wait",
         "How long `session open` waits for the former writer on this host to be frozen; a span.",

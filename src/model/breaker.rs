@@ -10,7 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::ids::SessionId;
-use super::session::{Loss, Session, State, UNKNOWN};
+use super::session::{Disposition, Loss, Session, State, UNKNOWN};
 use super::step::Effect;
 use super::time::BootNs;
 
@@ -60,11 +60,13 @@ fn kind(loss: &Loss) -> Option<Kind> {
 }
 
 /// Whether an effect destroys what could not be brought back, and so waits while the breaker is
-/// open. Who closes a session of a good lease ends its processes on purpose.
-pub fn stops(effect: &Effect, state: State) -> bool {
+/// open. Who closes a session of a good lease ends its processes on purpose; in one that was never
+/// opened there is nothing, and what is left of it would keep others out.
+pub fn stops(effect: &Effect, s: &Session) -> bool {
+    let nothing = s.disposition == Some(Disposition::NeverOpened);
     match effect {
-        Effect::Kill => state != State::Releasing,
-        Effect::Remove => true,
+        Effect::Kill => s.state != State::Releasing && !nothing,
+        Effect::Remove => !nothing,
         Effect::Freeze { .. }
         | Effect::Thaw
         | Effect::RunOn
@@ -126,9 +128,15 @@ impl Breaker {
     }
 
     /// Takes up losses of before the agent's start, oldest first: a crash may have come between them
-    /// and the record of what follows from them.
-    pub fn recall<'s>(&mut self, losses: impl Iterator<Item = (BootNs, &'s Session)>, now: BootNs) {
-        let recent = losses.filter(|(at, _)| now.since(*at) <= WINDOW);
+    /// and the record of what follows from them. Those before it was `closed` last were judged.
+    pub fn recall<'s>(
+        &mut self,
+        losses: impl Iterator<Item = (BootNs, &'s Session)>,
+        closed: Option<BootNs>,
+        now: BootNs,
+    ) {
+        let new = |at: BootNs| now.since(at) <= WINDOW && closed.is_none_or(|closed| at > closed);
+        let recent = losses.filter(|(at, _)| new(*at));
         let counted =
             recent.filter_map(|(at, s)| Some((at, s.id, s.loss.as_ref().and_then(kind)?)));
         self.recent.extend(counted);

@@ -196,6 +196,10 @@ impl Generation {
     /// No generation was ever issued.
     pub const NONE: Self = Self(0);
 
+    /// The highest that somebody may say was issued: they are issued one by one, and those that come
+    /// after it have to be there for ever. Exact in JSON everywhere.
+    pub const CREDIBLE: Self = Self(1 << 52);
+
     /// The next one, or `None` at the end of the number range, where a workspace is held rather
     /// than wrapped.
     pub fn next(self) -> Option<Self> {

@@ -442,6 +442,9 @@ fn begin_deleting(s: &mut Session, why: Disposition) -> Step {
     Step::go([Effect::Kill])
 }
 
+/// How the trouble of a checkpoint begins that may simply be asked for again.
+pub const GIVEN_UP: &str = "the checkpoint was given up";
+
 /// Drops what is under way; a publication whose answer is still out becomes UNKNOWN, so that its
 /// bytes stay until the authority resolved it. So does one that was only prepared: the ledger may
 /// know of it, and somebody has to end it there.

@@ -1,14 +1,21 @@
 //! The breaker's record: there while it is open, one row of `meta` with a code over it.
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
 use super::db::Durability;
 use super::error::Error;
+use super::records::Tx;
 use super::records::{Unreadable, unreadable};
 use super::store::Store;
 use crate::failpoint;
 use crate::model::breaker::Tripped;
 use crate::model::journal::Draft;
+use crate::model::time::BootInstant;
 
 const KEY: &str = "breaker";
+/// When it was closed last.
+const CLOSED: &str = "breaker-closed";
 
 impl Store {
     /// Why the breaker is open, if it is.
@@ -16,13 +23,16 @@ impl Store {
     /// # Errors
     /// The database does not answer. Inside: the record is there and not believed.
     pub fn breaker(&self) -> Result<Result<Option<Tripped>, Unreadable>, Error> {
-        self.read(|tx| {
-            let Some(value) = tx.meta(KEY)? else { return Ok(Ok(None)) };
-            let (mac, text) = value.split_once(' ').unwrap_or(("", &value));
-            let mac = hex::decode(mac).unwrap_or_default();
-            let record = tx.unseal("meta", KEY, text, &mac);
-            Ok(record.map(Some).map_err(|e| unreadable(KEY.to_owned(), e)))
-        })
+        self.read(|tx| Ok(sealed(tx, KEY)?.map_err(|e| unreadable(KEY.to_owned(), e))))
+    }
+
+    /// When it was closed last, by a person or by the authority's answers. A record that is not believed
+    /// says nothing.
+    ///
+    /// # Errors
+    /// The database does not answer.
+    pub fn breaker_closed(&self) -> Result<Option<BootInstant>, Error> {
+        self.read(|tx| Ok(sealed(tx, CLOSED)?.unwrap_or(None)))
     }
 
     /// Writes why the breaker is open, or that it is closed, with the evidence of it if that is
@@ -35,11 +45,11 @@ impl Store {
         self.reserve().making_room(|| {
             self.once(Durability::Full, |tx| {
                 match open {
-                    Some(open) => {
-                        let (text, mac) = tx.seal("meta", KEY, open)?;
-                        tx.set_meta(KEY, &format!("{} {text}", hex::encode(mac)))?;
+                    Some(open) => seal(tx, KEY, open)?,
+                    None => {
+                        tx.remove_meta(KEY)?;
+                        seal(tx, CLOSED, &tx.now)?;
                     }
-                    None => tx.remove_meta(KEY)?,
                 }
                 entry.map_or(Ok(()), |entry| tx.append(entry))
             })
@@ -47,6 +57,19 @@ impl Store {
         failpoint::hit("store.breaker.after");
         Ok(())
     }
+}
+
+fn seal(tx: &Tx<'_>, key: &str, record: &impl Serialize) -> Result<(), Error> {
+    let (text, mac) = tx.seal("meta", key, record)?;
+    tx.set_meta(key, &format!("{} {text}", hex::encode(mac)))
+}
+
+/// Inside: it is there and not believed.
+fn sealed<T: DeserializeOwned>(tx: &Tx<'_>, key: &str) -> Result<Result<Option<T>, Error>, Error> {
+    let Some(value) = tx.meta(key)? else { return Ok(Ok(None)) };
+    let (mac, text) = value.split_once(' ').unwrap_or(("", &value));
+    let mac = hex::decode(mac).unwrap_or_default();
+    Ok(tx.unseal("meta", key, text, &mac).map(Some))
 }
 
 #[cfg(test)]
@@ -79,8 +102,10 @@ mod tests {
         drop(store);
         let store = open();
         assert_eq!(store.breaker().unwrap(), Ok(Some(tripped.clone())));
+        assert_eq!(store.breaker_closed().unwrap(), None);
         store.set_breaker(None, None).unwrap();
         assert_eq!(store.breaker().unwrap(), Ok(None));
+        assert_eq!(store.breaker_closed().unwrap(), Some(now));
         store.set_breaker(Some(&tripped), None).unwrap();
         drop(store);
         // Whoever edits it to close by itself does not get so far.

@@ -3,11 +3,15 @@
 use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use super::Result;
+use rustix::io::Errno;
+
+use super::diff::vanished;
 use super::tree::{Step, Walk};
+use super::{Error, Result};
 use crate::kernel::walk::Dir;
 
-/// Bytes on disk and entries below `dir`; a missing directory holds nothing.
+/// Bytes on disk and entries below `dir`; a missing directory holds nothing, nor does what is mounted
+/// there or goes meanwhile.
 pub fn size(dir: &Path) -> Result<(u64, u64)> {
     if !dir.exists() {
         return Ok((0, 0));
@@ -16,11 +20,17 @@ pub fn size(dir: &Path) -> Result<(u64, u64)> {
     let mut walk = Walk::new(Dir::open(dir)?.as_fd())?;
     while let Some(step) = walk.step()? {
         let Step::Name(entry) = step else { continue };
-        let info = walk.here().stat(&entry.name)?;
+        let info = match walk.here().stat(&entry.name).map_err(Error::from) {
+            Err(fault) if vanished(&fault) => continue,
+            answer => answer?,
+        };
         entries += 1;
         bytes += info.blocks * 512;
         if info.kind.is_dir() {
-            walk.enter(&entry)?;
+            match walk.enter(&entry) {
+                Err(fault) if vanished(&fault) || fault.errno() == Some(Errno::XDEV) => {}
+                answer => answer?,
+            }
         }
     }
     Ok((bytes, entries))

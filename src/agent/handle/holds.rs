@@ -159,6 +159,14 @@ fn repair(
         );
         return Err(Failure::new(Code::StaleGeneration, why));
     }
+    if accepted > Generation::CREDIBLE.max(seen.generation) {
+        let why = format!(
+            "generation {accepted} was never issued, and would leave none to issue: the highest that \
+             was seen is {}",
+            seen.generation
+        );
+        return Err(Failure::new(Code::BadRequest, why));
+    }
     let seen = Seen { generation: accepted, ..seen };
     let rider = |answer: &Result<Workspace, Refusal>| {
         let detail = serde_json::json!({

@@ -1,5 +1,6 @@
 //! Preserved deltas: show, export, discard, keep; and what can be removed.
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -272,7 +273,14 @@ fn bundle_of(
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<MadeBundle, Failure> {
     if let Some(parent) = path.parent() {
-        std::fs::create_dir_all(parent).map_err(internal)?;
+        std::fs::create_dir_all(parent).map_err(|fault| {
+            let code = match fault.kind() {
+                ErrorKind::StorageFull => Code::NoSpace,
+                _ => Code::BadRequest,
+            };
+            let place = parent.display();
+            Failure::new(code, format!("cannot make {place}: {fault}; choose another destination"))
+        })?;
     }
     let total = Amount { bytes: captured.size_compressed, entries: 0 };
     let made = host.showing(slot, What::Export, total, |progress| {
@@ -400,6 +408,17 @@ fn reason(s: &Session, shown: &PreservedView, is_there: bool) -> String {
 
 /// Directories and cgroups that no record explains: shown and kept, a person decides.
 fn orphans(host: &Host, items: &mut Vec<GcItem>) -> Result<(), Failure> {
+    let mut found = Vec::new();
+    for (kind, parent) in [("directory", &host.paths.sessions), ("cgroup", &host.paths.cgroups)] {
+        for entry in std::fs::read_dir(parent).map_err(internal)?.flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_dir = entry.file_type().is_ok_and(|t| t.is_dir());
+            if is_dir && name.starts_with("s-") {
+                found.push((kind, name, entry.path()));
+            }
+        }
+    }
+    // Read after that: a record comes before its directory, and goes after it.
     let known: std::collections::BTreeSet<_> = host
         .store
         .sessions()
@@ -410,19 +429,15 @@ fn orphans(host: &Host, items: &mut Vec<GcItem>) -> Result<(), Failure> {
             Err(unreadable) => unreadable.id,
         })
         .collect();
-    for (kind, parent) in [("directory", &host.paths.sessions), ("cgroup", &host.paths.cgroups)] {
-        for entry in std::fs::read_dir(parent).map_err(internal)?.flatten() {
-            let name = entry.file_name().to_string_lossy().into_owned();
-            let is_dir = entry.file_type().is_ok_and(|t| t.is_dir());
-            let orphan = is_dir && name.starts_with("s-") && !known.contains(&name);
-            if orphan && unknown(Record::Absent, false) == Plan::Person {
-                let why = "no record explains it: a person looks at it and decides".to_owned();
-                let bytes = match kind {
-                    "directory" => crate::upper::size::size(&entry.path()).map_err(internal)?.0,
-                    _ => 0,
-                };
-                items.push(item(kind, &name, "keep", why, bytes));
-            }
+    for (kind, name, path) in found {
+        let orphan = !known.contains(&name) && path.exists();
+        if orphan && unknown(Record::Absent, false) == Plan::Person {
+            let why = "no record explains it: a person looks at it and decides".to_owned();
+            let bytes = match kind {
+                "directory" => crate::upper::size::size(&path).map_err(internal)?.0,
+                _ => 0,
+            };
+            items.push(item(kind, &name, "keep", why, bytes));
         }
     }
     Ok(())

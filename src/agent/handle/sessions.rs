@@ -19,7 +19,7 @@ use crate::model::ids::{LeaseId, PublicationKey, SessionId};
 use crate::model::journal::Journal;
 use crate::model::lease::HolderKind;
 use crate::model::session::{CloseMode, Disposition, FenceWish, Session, State, Work};
-use crate::model::step::{Event, Published};
+use crate::model::step::{Event, GIVEN_UP, Published};
 use crate::model::view::{
     BeatAnswer, CheckpointSession, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession,
     Opened, ReadmitSession, SessionView,
@@ -191,6 +191,9 @@ impl Agent {
             Some(Published::Unknown { why }) => return Err(unknown(key, &why)),
             None if !s.holds_lease() => return Err(denied(&s, Code::LeaseLost)),
             None => match s.trouble {
+                Some(why) if why.starts_with(GIVEN_UP) => {
+                    return Err(Failure::new(Code::Busy, format!("{why}; ask again")));
+                }
                 Some(why) => return Err(Failure::new(code.unwrap_or(Code::Internal), why)),
                 None => "unchanged",
             },

@@ -243,7 +243,7 @@ fn create_on(
         if !path.is_absolute() {
             return Err(bad(&format!("{} is not absolute", path.display())));
         }
-        if host.paths.are_own(&path) || host.paths.state.starts_with(&path) {
+        if host.paths.hold_own(&path) {
             return Err(bad(&format!(
                 "{} holds keys and sessions of the agent's own: choose another directory",
                 path.display()

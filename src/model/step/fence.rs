@@ -107,9 +107,7 @@ pub(super) fn on_freeze_late(s: &mut Session, blockers: &[Blocker]) -> Step {
     match s.state {
         State::Active => match s.work {
             Some(Work::Checkpoint { key, stage: Stage::Stopping, .. }) => {
-                s.trouble = Some(
-                    "the checkpoint was given up: the session did not freeze in time".to_owned(),
-                );
+                s.trouble = Some(format!("{GIVEN_UP}: the session did not freeze in time"));
                 thaw_then(s, key, None)
             }
             Some(_) | None => Step::quiet([]),

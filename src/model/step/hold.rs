@@ -73,8 +73,7 @@ pub(super) fn on_gathered(s: &mut Session, taken_for: PublicationKey) -> Step {
 }
 
 fn give_up_tainted(s: &mut Session, key: PublicationKey) -> Step {
-    let why = "the checkpoint was given up: the session was thawed by somebody else";
-    s.trouble = Some(why.to_owned());
+    s.trouble = Some(format!("{GIVEN_UP}: the session was thawed meanwhile"));
     thaw_then(s, key, None)
 }
 

@@ -154,7 +154,7 @@ pub(super) fn recover(s: &mut Session, found: &Found) -> Step {
                 Step::go([Effect::Resolve { key, layer }])
             }
             Some(Work::Checkpoint { key, stage, .. }) => {
-                s.trouble = Some("the checkpoint was given up: the agent started again".to_owned());
+                s.trouble = Some(format!("{GIVEN_UP}: the agent started again"));
                 let mut step = thaw_then(s, key, None);
                 if let Stage::Thawing { layer: Some(layer) } = stage {
                     // It was prepared; nobody waits for it any more.

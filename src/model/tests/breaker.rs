@@ -6,7 +6,7 @@ use super::super::breaker::{Breaker, stops};
 use super::super::code::Code;
 use super::super::ids::{Generation, SessionId};
 use super::super::lease::Bound;
-use super::super::session::{Loss, Session, State, UNKNOWN};
+use super::super::session::{Disposition, Loss, Session, State, UNKNOWN};
 use super::super::step::{Effect, Purpose};
 use super::super::time::BootNs;
 use super::session;
@@ -158,9 +158,11 @@ fn who_is_back_is_counted_once() {
 fn it_stops_killing_and_deleting_and_nothing_else() {
     let states = [State::Fencing, State::Fenced, State::Preserved, State::Deleting];
     for state in states {
-        assert!(stops(&Effect::Kill, state) && stops(&Effect::Remove, state), "{state}");
+        let s = super::session(state);
+        assert!(stops(&Effect::Kill, &s) && stops(&Effect::Remove, &s), "{state}");
     }
-    assert!(!stops(&Effect::Kill, State::Releasing), "a close of a good lease goes on");
+    let closing = super::session(State::Releasing);
+    assert!(!stops(&Effect::Kill, &closing), "a close of a good lease goes on");
     for effect in [
         Effect::Freeze { purpose: Purpose::Fence },
         Effect::Thaw,
@@ -170,19 +172,31 @@ fn it_stops_killing_and_deleting_and_nothing_else() {
         Effect::Show,
     ] {
         for state in states {
-            assert!(!stops(&effect, state), "{effect:?} in {state}");
+            assert!(!stops(&effect, &super::session(state)), "{effect:?} in {state}");
         }
     }
+    let mut s = super::session(State::Deleting);
+    s.disposition = Some(Disposition::NeverOpened);
+    assert!(!stops(&Effect::Kill, &s) && !stops(&Effect::Remove, &s), "there is nothing in it");
+    s.disposition = Some(Disposition::Clean);
+    assert!(stops(&Effect::Remove, &s));
 }
 
 #[test]
 fn what_was_lost_before_a_crash_is_judged_after_it() {
     let sessions: Vec<_> = (0..10).map(|n| lost(n, doubt())).collect();
-    for (writing, now, opens) in [(9, 1000, true), (10, 1000, false), (0, 60_001, false)] {
+    for (writing, closed, now, opens) in [
+        (9, None, 1000, true),
+        (10, None, 1000, false),
+        (0, None, 60_001, false),
+        // All but the first came after it was closed, or all came before.
+        (0, Some(at(0)), 1000, false),
+        (0, Some(at(1)), 1000, false),
+    ] {
         let mut breaker = Breaker::default();
         // The first of them was lost a moment before the others.
         let losses = sessions.iter().enumerate().map(|(i, s)| (at(u64::from(i > 0)), s));
-        breaker.recall(losses, at(now));
-        assert_eq!(breaker.judge_recalled(writing, "then"), opens, "{writing} {now}");
+        breaker.recall(losses, closed, at(now));
+        assert_eq!(breaker.judge_recalled(writing, "then"), opens, "{writing} {closed:?} {now}");
     }
 }

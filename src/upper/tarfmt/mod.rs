@@ -153,8 +153,8 @@ mod tests {
         );
         (
             0u32..0o10000,
-            any::<u32>(),
-            any::<u32>(),
+            0..u32::MAX,
+            0..u32::MAX,
             -9_000_000_000i64..90_000_000_000,
             0u32..1_000_000_000,
             prop::collection::btree_map(xattr.0, xattr.1, 0..3),
@@ -328,7 +328,7 @@ mod tests {
 
     #[test]
     fn sizes_and_owners_beyond_ustar_are_kept() {
-        let meta = Meta { uid: u32::MAX, gid: 3_000_000, ..Meta::default() };
+        let meta = Meta { uid: u32::MAX - 1, gid: 3_000_000, ..Meta::default() };
         let mut writer = Writer::new(Vec::new());
         writer.entry(b"big", &Kind::File { size: 9 << 30 }, &meta).unwrap();
         let bytes = writer.into_inner();
@@ -398,6 +398,8 @@ mod tests {
             ("record without end", pax(b"9 path=ab")),
             ("negative size", record("size=-5")),
             ("uid too big", record("uid=4294967296")),
+            ("uid of nobody", record("uid=4294967295")),
+            ("gid of nobody", record("gid=4294967295")),
             ("mtime words", record("mtime=today")),
             ("sparse by record", record("GNU.sparse.major=1")),
         ] {
@@ -408,7 +410,7 @@ mod tests {
         bad_sum[0] = b'g';
         assert!(fuzz_entries(&bad_sum).is_err());
         assert_eq!(fuzz_entries(&header(b'0', b"f", b"", 0)).unwrap(), 1, "the helper is sound");
-        for sound in ["path=abcdef", "uid=4294967295", "mtime=-1.5", "SCHILY.xattr.user.a=b"] {
+        for sound in ["path=abcdef", "uid=4294967294", "mtime=-1.5", "SCHILY.xattr.user.a=b"] {
             assert_eq!(fuzz_entries(&record(sound)).unwrap(), 1, "{sound} was refused");
         }
     }

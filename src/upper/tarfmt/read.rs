@@ -170,10 +170,16 @@ impl<R: Read> Entries<R> {
                 (seconds.ok_or_else(|| refuse("its time is out of range"))?, 0)
             }
         };
+        let uid = extended.uid.map_or_else(|| number(header.uid()), Ok)?;
+        let gid = extended.gid.map_or_else(|| number(header.gid()), Ok)?;
+        // To chown that is "as it was": the file would be root's.
+        if [uid, gid].contains(&u32::MAX) {
+            return Err(refuse("its owner is 4294967295, which is nobody's id"));
+        }
         let meta = Meta {
             mode: number(header.mode().map(u64::from))? & 0o7777,
-            uid: extended.uid.map_or_else(|| number(header.uid()), Ok)?,
-            gid: extended.gid.map_or_else(|| number(header.gid()), Ok)?,
+            uid,
+            gid,
             mtime_s,
             mtime_ns,
             xattrs: extended.xattrs,

@@ -14,6 +14,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i2_an_older_copy_without_a_later_grant_is_noticed", run: no_grant_since },
         Test { name: "i2_what_an_anchor_saw_is_not_forgotten", run: anchored },
         Test { name: "i2_a_hold_is_not_forgotten", run: hold_forgotten },
+        Test { name: "i7_a_request_is_not_forgotten", run: request_forgotten },
         Test { name: "i2_marks_that_are_put_back_catch_up", run: older_marks },
         Test { name: "i2_a_session_directory_and_a_bundle_are_witnesses", run: other_witnesses },
         Test { name: "i2_all_witnesses_rolled_back_together_are_not_noticed", run: not_noticed },
@@ -200,6 +201,23 @@ fn anchored(place: &Place) {
     let told = host.must(&["evidence", "show"]);
     let kinds: Vec<_> = told.as_array().unwrap().iter().map(|e| e["kind"].clone()).collect();
     assert!(kinds.contains(&"rollback_noticed".into()), "{kinds:?}");
+}
+
+/// What may have been sent since the copy was made is not begun again as if it were new.
+fn request_forgotten(place: &Place) {
+    let mut host = started(place, "h");
+    let id = id_of(&host.open("w", "600s"));
+    end(&mut host);
+    save(&host, &DATABASE);
+    assert!(host.start(None));
+    let begin = ["request", "begin", &id, "--task", "pay", "--key", "k"];
+    assert_eq!(host.must(&begin)["result"], "begun");
+    host.kill_agent();
+    put_back(&host, &DATABASE);
+    assert!(host.start(None), "{}", host.log());
+    assert!(hold_of(&host, "w").contains("older than what was witnessed"), "{}", host.log());
+    assert!(refused(&host, 4, &begin).contains("workspace_held"));
+    assert_eq!(host.must(&["request", "list", "--all"]), serde_json::json!([]));
 }
 
 fn hold_forgotten(place: &Place) {

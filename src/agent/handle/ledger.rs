@@ -215,6 +215,7 @@ impl Agent {
             let rider = |answer: &_| note("request_settle", &id, &told.by, detail(answer));
             failpoint::hit("authority.settle.before");
             let answer = host.authority.settle(&id, &key, &told, Box::new(rider));
+            host.store.anchor().map_err(unavailable)?;
             failpoint::hit("authority.settle.after");
             match answer.map_err(unavailable)? {
                 Ok(row) => Ok(row.into()),
@@ -296,6 +297,8 @@ impl Host {
         let lost = |why| Failure::new(Code::AuthorityUnavailable, why);
         failpoint::lost("authority.begin.before").map_err(lost)?;
         let answer = self.authority.begin(begin, Box::new(rider)).map_err(unavailable)?;
+        // It may be sent from here on: an older copy of the database that knows nothing of it must show.
+        self.store.anchor().map_err(unavailable)?;
         failpoint::lost("authority.begin.after").map_err(|why| {
             let key = &begin.key;
             lost(format!("{why}: it may be recorded; say it again with the same key {key}"))

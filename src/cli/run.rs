@@ -2,7 +2,7 @@
 //! so that terminal and signals are simply the command's.
 
 use std::ffi::OsString;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -20,6 +20,9 @@ use crate::workload::{self, Command, Exit, Place, Standing};
 
 /// The exit code for a failure of overfence's own, as opposed to the command's.
 pub(super) const OWN_FAILURE: u8 = 125;
+
+/// How long what is told of a loss waits for the proofs that usually follow at once.
+const MOMENT: Duration = Duration::from_secs(2);
 
 /// `run`
 #[derive(Debug, Args)]
@@ -195,12 +198,24 @@ fn place_in(
     let brief = client.within(Duration::from_secs(2))?;
     let mut ask = || standing(get(&brief, session).ok().as_ref());
     let exit = run(&mut ask).map_err(|fault| unplaced(&fault))?;
-    match get(client, session).map(|view| lost(&view)) {
+    match settled(client, session).map(|view| lost(&view)) {
         Ok(Some(failure)) => Err(failure),
         Ok(None) => Ok(exit.code()),
         // Whoever only ran a command in the session has its code all the same.
         Err(_) if exit != Exit::Lost => Ok(exit.code()),
         Err(failure) => Err(failure),
+    }
+}
+
+/// A session as it is, or, when it was lost, once its fence went as far as it was to, or after a moment.
+fn settled(client: &Client, session: &str) -> Result<SessionView, Failure> {
+    let until = Instant::now() + MOMENT;
+    loop {
+        let view = get(client, session)?;
+        if view.loss.is_none() || view.missing.is_none() || Instant::now() >= until {
+            return Ok(view);
+        }
+        std::thread::sleep(MOMENT / 100);
     }
 }
 

@@ -1,6 +1,8 @@
 //! I7 through the command line: outcomes that are lost, and requests that cannot be taken back. What
 //! counts is what is stored in the end: nothing overwritten, nothing twice, and the reason on record.
 
+mod refusals;
+
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -21,7 +23,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i7_requests_from_inside_a_session", run: inside },
         Test { name: "i9_no_request_is_begun_in_doubt", run: doubt },
         Test { name: "i8_killed_at_every_step_of_the_ledger", run: killed_at_every_step },
-        Test { name: "i1_refusals_are_in_history_evidence_and_metrics", run: refusals },
+        Test { name: "i1_refusals_are_in_history_evidence_and_metrics", run: refusals::run },
     ]
 }
 
@@ -571,44 +573,6 @@ fn killed_at(place: &Place, point: &str, verb: &str, happened: bool) {
     assert_eq!(host.must(&["evidence", "verify"])["ok"], true, "{point}");
     host.must(&["session", "close", &id, "--discard", "--yes"]);
     host.stop();
-}
-
-/// What the agent's own door lets through to the predicate: the refusal is in the authority's
-/// history and in the host's evidence, and counts under its reason.
-fn refusals(place: &Place) {
-    let mut host = Host::new(place, "h");
-    assert!(host.start(None));
-    let count = |code: &str| {
-        let name = format!("overfence_publications_refused_total{{reason=\"{code}\"}} ");
-        let text = host.http("GET", "/metrics", "").body;
-        let line = text.lines().find_map(|l| l.strip_prefix(&name).map(str::to_owned));
-        line.unwrap_or_else(|| panic!("no {name} in {text}")).parse::<u64>().unwrap()
-    };
-    let refuse = |id: &str, code: &str| {
-        let before = (host.must(&["workspace", "status", "w"]), count(code));
-        let (exit, said) = refused(&host, &["session", "checkpoint", id]);
-        assert!(exit == 4 && said.contains(code), "{exit}: {said}");
-        let after = (host.must(&["workspace", "status", "w"]), count(code));
-        for field in ["version", "head", "generation", "writer_session"] {
-            assert_eq!(before.0[field], after.0[field], "{code} changed {field}");
-        }
-        assert_eq!(after.1, before.1 + 1, "{code}");
-        let row = host.must(&["workspace", "history", "w", "--limit", "1"])[0].clone();
-        assert_eq!((&row["kind"], &row["detail"]["code"]), (&"refused".into(), &code.into()));
-        let entries = host.must(&["evidence", "show", "--session", id]);
-        let last = entries.as_array().unwrap().iter().rev().find(|e| e["kind"] == "publication");
-        assert_eq!(last.unwrap()["detail"]["answer"]["Err"]["code"], code, "{last:?}");
-    };
-    let a = host.open("w", &paced_ttl(60));
-    write(&a, "f", "of a");
-    host.must(&["fence", &id_of(&a), "--reason", "test", "--wait"]);
-    refuse(&id_of(&a), "lease_revoked");
-    let b = host.must(&["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]);
-    refuse(&id_of(&a), "stale_generation");
-    host.must(&["session", "close", &id_of(&b)]);
-    refuse(&id_of(&a), "stale_generation");
-    let view = host.must(&["session", "inspect", &id_of(&a)]);
-    assert_eq!(std::fs::read_to_string(path_of(&view, "upper").join("f")).unwrap(), "of a");
 }
 
 fn lost_revert(place: &Place) {

@@ -95,6 +95,19 @@ fn version(host: &Host) -> u64 {
     host.must(&["workspace", "status", "w"])["version"].as_u64().unwrap()
 }
 
+/// What became of each publication that a session offered, in the order in which it was known.
+fn outcomes(host: &Host, id: &str) -> Vec<(String, String)> {
+    let entries = host.must(&["evidence", "show", "--session", id]);
+    let told = entries.as_array().unwrap().iter().filter_map(|e| {
+        let event = &e["detail"]["event"];
+        (event["event"] == "published").then(|| {
+            let word = |name: &str| event[name].as_str().unwrap().to_owned();
+            (word("key"), word("outcome"))
+        })
+    });
+    told.collect()
+}
+
 fn settled(host: &Host, id: &str) -> Value {
     host.until(id, |view| view["unknown"].as_array().unwrap().is_empty())
 }
@@ -137,6 +150,10 @@ fn lost_before(place: &Place) {
     host.must(&["session", "close", &id, "--checkpoint"]);
     assert_eq!((version(&host), history(&host, "published")), (1, 1));
     assert_eq!(history(&host, "buried"), 1);
+    let told = outcomes(&host, &id);
+    let of_it: Vec<_> = told.iter().filter(|(of, _)| *of == key).map(|(_, word)| &**word).collect();
+    assert_eq!(of_it, ["unknown", "refused"], "{told:?}");
+    assert_eq!(told.iter().filter(|(_, word)| word == "committed").count(), 1, "{told:?}");
     assert_eq!(stored(&host, "f").as_deref(), Some("kept"));
     assert_eq!(host.must(&["evidence", "verify"])["ok"], true);
 }
@@ -175,7 +192,14 @@ fn lost_after(place: &Place) {
     host.must(&["session", "close", &id, "--checkpoint"]);
     assert_eq!((version(&host), history(&host, "published")), (2, 2));
     assert_eq!(history(&host, "buried"), 0);
+    let told = outcomes(&host, &id);
+    let of_it: Vec<_> = told.iter().filter(|(of, _)| *of == key).map(|(_, word)| &**word).collect();
+    assert_eq!(of_it, ["unknown", "committed"], "{told:?}");
+    assert_eq!(told.iter().filter(|(_, word)| word == "committed").count(), 2, "{told:?}");
     assert_eq!(stored(&host, "f").as_deref(), Some("second"));
+    // What was committed first was not overwritten: it is the version before.
+    host.must(&["workspace", "revert", "-w", "w", "--to", "1"]);
+    assert_eq!((stored(&host, "f").as_deref(), version(&host)), (Some("first"), 3));
 }
 
 /// kill -9 on either side of the commit: the next agent asks before anything else is offered.
@@ -295,6 +319,9 @@ fn sent_once(place: &Place) {
         &paced_ttl(60),
     ]);
     let first = id_of(&a);
+    write(&a, "f", "published by a");
+    host.must(&["session", "checkpoint", &first]);
+    write(&a, "f", "of a, with what it sent");
     let begun = begin(&host, &first, "invoice-7", "k1");
     assert_eq!((&begun["result"], &begun["request"]["state"]), (&"begun".into(), &"OPEN".into()));
     assert_eq!(begun["request"]["assignee"], "ann");
@@ -315,6 +342,8 @@ fn sent_once(place: &Place) {
     host.must(&["fence", &first, "--reason", "test", "--wait"]);
     let b = host.must(&["session", "open", "-w", "w", "--owner", "bob", "--ttl", &paced_ttl(60)]);
     let second = id_of(&b);
+    let at_b = path_of(&b["session"], "merged").join("f");
+    assert_eq!(std::fs::read_to_string(at_b).unwrap(), "published by a");
     for (task, key) in [("invoice-7", "k1"), ("invoice-9", "k9")] {
         let args = ["request", "begin", &first, "--task", task, "--key", key];
         let (code, said) = refused(&host, &args);
@@ -371,6 +400,25 @@ fn sent_once(place: &Place) {
     ] {
         assert!(text.lines().any(|l| l == line), "no {line:?} in {text}");
     }
+    // Each request that was refused, with who asked and why.
+    for (session, generation, code) in
+        [(&first, 1, "stale_generation"), (&second, 1, "stale_generation")]
+    {
+        let refused = |e: &&Value| {
+            let asked = &e["detail"]["asked"];
+            (&asked["session"], &asked["generation"]) == (&(&**session).into(), &generation.into())
+                && e["detail"]["answer"]["Err"]["code"] == code
+        };
+        assert!(evidence.as_array().unwrap().iter().any(|e| refused(&e)), "{code}: {evidence:#}");
+    }
+    // What is stored: what each published under its own lease, and nothing of the one that was lost.
+    assert_eq!(version(&host), 1);
+    write(&b, "f", "of b");
+    host.must(&["session", "close", &second, "--checkpoint"]);
+    assert_eq!((version(&host), history(&host, "published")), (2, 2));
+    assert_eq!(stored(&host, "f").as_deref(), Some("of b"));
+    let kept = path_of(&a["session"], "upper").join("f");
+    assert_eq!(std::fs::read_to_string(kept).unwrap(), "of a, with what it sent");
     assert_eq!(host.must(&["evidence", "verify"])["ok"], true);
 }
 

@@ -30,6 +30,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i1_two_connections_past_the_lock_are_linearizable", run: two_connections },
         Test { name: "planted_bugs_are_not_linearizable", run: planted },
         Test { name: "faults_of_an_authority_are_not_linearizable", run: faults },
+        Test { name: "wrong_answers_of_an_agent_are_not_linearizable", run: killed::table },
         Test { name: "i8_an_agent_that_is_killed_is_linearizable", run: killed::killed },
     ]
 }

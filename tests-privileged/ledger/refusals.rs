@@ -10,18 +10,17 @@ use overfence::model::code::Code;
 use overfence::model::workspace::PUBLISH_REFUSALS;
 use serde_json::Value;
 
-use super::{Switch, refused, settled, write};
+use super::{Switch, publications, refused, settled, stored, version, wait, write};
 use crate::agent_process::{Host, id_of, path_of};
 use crate::host::{Place, paced_ttl};
 
 /// Codes that the predicate has and no caller of the API can ask for.
-const NOT_BY_A_CALLER: [Code; 8] = [
+const NOT_BY_A_CALLER: [Code; 7] = [
     Code::LeaseMismatch,
     Code::SessionMismatch,
     Code::HeadMismatch,
     Code::UnknownWorkspace,
     Code::KeyUsed,
-    Code::KeyBuried,
     Code::KeyForgotten,
     Code::LayerBuried,
 ];
@@ -135,6 +134,8 @@ pub fn run(place: &Place) {
     met.extend(held.end());
 
     met.extend(behind(&host, sent, resolved));
+    host.kill_agent();
+    met.insert(buried(&mut host));
 
     let reachable = PUBLISH_REFUSALS.iter().filter(|code| !NOT_BY_A_CALLER.contains(code));
     assert_eq!(met, reachable.map(|code| code.as_str()).collect());
@@ -156,4 +157,42 @@ fn behind(host: &Host, sent: Switch, resolved: Switch) -> BTreeSet<&'static str>
     settled(host, &writer.id());
     host.must(&["session", "close", &writer.id(), "--keep"]);
     writer.end()
+}
+
+/// Somebody gives up a revert while it is being offered.
+fn buried(host: &mut Host) -> &'static str {
+    assert!(host.start(Some("stall=authority.publish.before")), "{}", host.log());
+    let host = &*host;
+    for text in ["one", "two"] {
+        let opened = host.open("w", &paced_ttl(60));
+        write(&opened, "f", text);
+        host.must(&["session", "close", &id_of(&opened), "--checkpoint"]);
+    }
+    let count = || host.metric("publications_refused_total{reason=\"key_buried\"}");
+    let (head, before) = (host.must(&["workspace", "status", "w"])["head"].clone(), count());
+    let said = std::thread::scope(|scope| {
+        let revert = ["workspace", "revert", "-w", "w", "--to", "1", "--reason", "a bad build"];
+        let revert = scope.spawn(move || refused(host, &revert).1);
+        wait(host, "the revert is offered", || !publications(host, false).is_empty());
+        let key = publications(host, false)[0]["key"].as_str().unwrap().to_owned();
+        let row = host.must(&["publication", "resolve", &key]);
+        assert_eq!((&row["state"], &row["why"]), (&"REJECTED".into(), &"key_buried".into()));
+        revert.join().unwrap()
+    });
+    assert!(said.contains("key_buried"), "{said}");
+    assert_eq!(count(), before + 1);
+    let rows = host.must(&["workspace", "history", "w", "--limit", "1"]);
+    let told = (&rows[0]["detail"]["verb"], &rows[0]["detail"]["code"]);
+    assert_eq!(told, (&"publish".into(), &"key_buried".into()), "{rows:#}");
+    let entries = host.must(&["evidence", "show"]);
+    let last = entries.as_array().unwrap().iter().rev().find(|e| e["kind"] == "publication");
+    let last = last.unwrap();
+    assert_eq!(last["detail"]["answer"]["Err"]["code"], "key_buried", "{last:#}");
+    assert_eq!(
+        (&last["detail"]["reverts_to"], &last["detail"]["reason"]),
+        (&1.into(), &"a bad build".into())
+    );
+    assert_eq!(host.must(&["workspace", "status", "w"])["head"], head);
+    assert_eq!((version(host), stored(host, "f").as_deref()), (2, Some("two")));
+    "key_buried"
 }

@@ -1,6 +1,7 @@
 //! Clients of a running agent that is killed under them, and of the next one. They ask for all that a
 //! session's clients ask for: a lease, a sign of life, a release, a fence, a publication, a request.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,20 @@ struct Caller<'a> {
     dice: Dice,
     name: u32,
     session: Option<Mine>,
+    /// What was done for it, by what it had asked.
+    done: BTreeMap<&'static str, u64>,
+}
+
+fn word(op: Op) -> &'static str {
+    match op {
+        Op::Acquire { .. } => "acquired",
+        Op::Renew { .. } => "renewed",
+        Op::Release { .. } => "released",
+        Op::Revoke { .. } => "revoked",
+        Op::Publish { .. } => "published",
+        Op::Begin { .. } => "begun",
+        Op::Expire | Op::Known { .. } | Op::Look => "looked",
+    }
 }
 
 fn ask(host: &Host, method: &str, path: &str, body: &Value) -> Option<(u16, Value)> {
@@ -36,18 +51,18 @@ fn ask(host: &Host, method: &str, path: &str, body: &Value) -> Option<(u16, Valu
 impl Caller<'_> {
     fn choose(&mut self) -> Op {
         let Some(Mine { generation, .. }) = self.session else {
-            return match self.dice.below(5) {
+            return match self.dice.below(6) {
                 0 => Op::Look,
-                n => Op::Acquire { force: n % 2 == 0 },
+                n => Op::Acquire { force: n == 1 },
             };
         };
-        match self.dice.below(10) {
+        match self.dice.below(12) {
             0 => Op::Look,
             1 => Op::Acquire { force: true },
             2 | 3 => Op::Renew { generation },
             4 => Op::Release { generation },
             5 => Op::Revoke { generation },
-            6 => {
+            6..=8 => {
                 let key = u128::from(1 + self.dice.below(2));
                 Op::Begin { generation, expected: 0, key }
             }
@@ -61,6 +76,8 @@ impl Caller<'_> {
         match self.perform(host, op) {
             Some(ret) => {
                 self.history.told(self.name, ret);
+                let done = !matches!(ret, Ret::Refused(_) | Ret::Taken);
+                *self.done.entry(word(op)).or_default() += u64::from(done);
                 if let Ret::Granted { generation, .. } = ret {
                     self.history.known(self.name, generation);
                 }
@@ -180,7 +197,7 @@ fn together(host: &Host, callers: &mut [Caller<'_>], steps: usize, over: &Atomic
 /// Kills the agent in the middle of what comes after the first few answers.
 fn kill(host: &Host, history: &History, n: u64, over: &AtomicBool) {
     let waited = Instant::now();
-    while history.told_so_far() < 3 + (n % 5) as usize
+    while history.told_so_far() < 8 + (n % 9) as usize
         && waited.elapsed() < paced(Duration::from_secs(10))
     {
         std::thread::sleep(Duration::from_millis(5));
@@ -194,8 +211,8 @@ fn kill(host: &Host, history: &History, n: u64, over: &AtomicBool) {
 pub fn killed(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None), "{}", host.log());
-    let (begun, rounds) = (Instant::now(), rounds(8).min(200));
-    let (mut told, mut done) = (0, std::collections::BTreeMap::<&str, u64>::new());
+    let (begun, rounds) = (Instant::now(), rounds(20).min(200));
+    let (mut told, mut done) = (0, BTreeMap::<&str, u64>::new());
     for n in 0..rounds {
         let workspace = &format!("w{n}");
         host.must(&["workspace", "create", workspace]);
@@ -206,12 +223,13 @@ pub fn killed(place: &Place) {
             dice: Dice::new(n * 3 + client),
             name: history.name(),
             session: None,
+            done: BTreeMap::new(),
         };
         let mut callers: Vec<_> = (0..3).map(caller).collect();
         let over = &AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| kill(&host, history, n, over));
-            together(&host, &mut callers, 6, over);
+            together(&host, &mut callers, 8, over);
         });
         host.kill_agent();
         assert!(host.start(None), "{}", host.log());
@@ -224,16 +242,12 @@ pub fn killed(place: &Place) {
         let Ret::Seen { generation, .. } = seen else { panic!("{seen:?}") };
         history.known(look.name, generation);
         // They go on under what they hold.
-        together(&host, &mut callers, 2, &AtomicBool::new(false));
+        together(&host, &mut callers, 3, &AtomicBool::new(false));
         history.asks(look.name, Op::Look);
         history.told(look.name, look.perform(&host, Op::Look).unwrap());
         told += history.told_so_far();
-        for (word, of) in [
-            ("renewed or ended", "told Done"),
-            ("published", "told Published"),
-            ("begun", "told Begun"),
-        ] {
-            *done.entry(word).or_default() += history.shown().matches(of).count() as u64;
+        for (word, n) in callers.iter().flat_map(|caller| &caller.done) {
+            *done.entry(word).or_default() += n;
         }
         assert!(history.fits(), "round {n} cannot be put into an order:\n{}", history.shown());
         // So many lost leases open the breaker, which would keep their directories.
@@ -241,5 +255,69 @@ pub fn killed(place: &Place) {
     }
     println!("{rounds} rounds, {told} answers, {done:?}, {:?}", begun.elapsed());
     assert!(told as u64 > rounds * 6, "hardly anything was answered");
-    assert!(done.values().all(|n| *n > rounds / 6), "hardly anything was done: {done:?}");
+    // Of each something, and of all together enough.
+    let all = done.len() == 7 && done.values().all(|n| *n > 0);
+    assert!(all && done.values().sum::<u64>() >= 4 * rounds, "hardly anything was done: {done:?}");
+}
+
+/// Short histories of an agent's answers, in order; one without an answer was lost. The check that a
+/// killed agent has to pass takes the first ones and none of the others.
+pub fn table(_: &Place) {
+    let take = |force, generation| {
+        let granted = Ret::Granted { generation, version: 0 };
+        [(Op::Acquire { force }, Some(granted)), (Op::Known { generation }, Some(Ret::Known))]
+    };
+    let done = |op| (op, Some(Ret::Done));
+    let (renew, revoke, release) = (
+        |generation| done(Op::Renew { generation }),
+        |generation| done(Op::Revoke { generation }),
+        |generation| done(Op::Release { generation }),
+    );
+    let publish = |generation, version| {
+        let op = Op::Publish { generation, expected: 0, key: 0, layer: 0 };
+        (op, Some(Ret::Published { version }))
+    };
+    let begin = |generation, key, ret| (Op::Begin { generation, expected: 0, key }, Some(ret));
+    let look = |generation, version| (Op::Look, Some(Ret::Seen { generation, version }));
+    let lost = (Op::Acquire { force: true }, None);
+    let (one, two) = (take(false, 1), take(true, 2));
+    type Step = (Op, Option<Ret>);
+    let fits = |history: &[&[Step]]| {
+        let of = History::new(true);
+        for (op, ret) in history.concat() {
+            let name = of.name();
+            of.asks(name, op);
+            if let Some(ret) = ret {
+                of.told(name, ret);
+            }
+        }
+        of.fits()
+    };
+    let good: [&[&[Step]]; 5] = [
+        &[&one, &[renew(1), publish(1, 1), begin(1, 1, Ret::Begun), release(1), look(1, 1)]],
+        &[&one, &two, &[begin(2, 1, Ret::Begun), begin(2, 2, Ret::Taken), revoke(1)]],
+        // The former one's sign of life, ahead of the answer to who took over.
+        &[&one, &two[..1], &[renew(1)], &two[1..]],
+        // Who was granted generation 2 was never told: the agent gave it back.
+        &[&one, &[lost], &take(false, 3)],
+        &[&one, &[lost, look(1, 0), renew(1), publish(1, 1)]],
+    ];
+    for history in good {
+        assert!(fits(history), "{history:?}");
+    }
+    let bad: [&[&[Step]]; 10] = [
+        &[&one, &two, &[renew(1)]],
+        &[&one, &[revoke(1), renew(1)]],
+        &[&one, &[revoke(1), publish(1, 1)]],
+        &[&one, &[revoke(1), begin(1, 1, Ret::Begun)]],
+        &[&one, &[release(1), begin(1, 1, Ret::Begun)]],
+        &[&one, &take(false, 2)],
+        &[&one, &[release(1)], &take(false, 1)],
+        &[&one, &[publish(1, 1), look(1, 0)]],
+        &[&one, &[begin(1, 1, Ret::Begun), begin(1, 2, Ret::Begun)]],
+        &[&one, &[lost, look(2, 0), publish(1, 1)]],
+    ];
+    for history in bad {
+        assert!(!fits(history), "{history:?}");
+    }
 }

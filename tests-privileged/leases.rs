@@ -235,7 +235,7 @@ fn takeovers(place: &Place) {
     write(&won[0].1, "of the owner");
     host.must(&["session", "close", &id, "--checkpoint"]);
     assert_eq!(host.run(&["session", "checkpoint", &id_of(&first)]).status.code(), Some(4));
-    assert_eq!(stored(&host), (Some("of the owner".to_owned()), 1));
+    assert_eq!(stored(host), (Some("of the owner".to_owned()), 1));
     assert_eq!(kept(&first), "of the first");
     host.must(&["preserved", "discard", &id_of(&first), "--yes"]);
 }

@@ -308,6 +308,8 @@ fn other_witnesses(place: &Place) {
     assert!(said.contains("below 2"), "{said}");
     repair(&host, "w", 2);
     assert_eq!(publish(&host, "w", "three"), 3);
+    assert_eq!(stored(&host, "w"), ["one", "three"]);
+    traced(&host, "w", "held", "generation 1, but 2 was seen");
     let directory = state(&host).join("sessions").join(&id);
     assert!(directory.join("upper/two").exists(), "what it wrote is there still");
     drop(host);

@@ -337,10 +337,19 @@ fn moved(place: &Place) {
     sh(&merged(&first), "echo mine > mine");
     stop(&host, &id, "killed");
     publish(&host, "echo theirs > theirs");
+    let before = host.must(&["workspace", "status", "w"]);
     let out = host.run(&[&["readmit", &id], &BY[..]].concat());
     assert_eq!(out.status.code(), Some(4));
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(said.contains("head_moved") && said.contains("bundle apply"), "{said}");
+    // A refused lease, and no refused publication.
+    let row = host.must(&["workspace", "history", "w", "--limit", "1"])[0].clone();
+    assert_eq!((&row["kind"], &row["session"]), (&"refused".into(), &id.clone().into()));
+    let refused = (&row["detail"]["verb"], &row["detail"]["code"]);
+    assert_eq!(refused, (&"acquire".into(), &"head_moved".into()));
+    let metrics = host.http("GET", "/metrics", "").body;
+    assert!(!metrics.contains("reason=\"head_moved\""), "{metrics}");
+    assert_eq!(host.must(&["workspace", "status", "w"]), before);
     // The way out that it names.
     let bundle = export(&host, &id);
     let back = apply(&host, &bundle);

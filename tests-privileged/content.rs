@@ -332,6 +332,9 @@ fn reverted(place: &Place) {
     // Whoever wrote on version 3 does not come back onto another head.
     let said = refused(&host, 4, &["readmit", &id, "--authorised-by", "ann", "--reason", "x"]);
     assert!(said.contains("head_moved"), "{said}");
+    let row = host.must(&["workspace", "history", "w", "--limit", "1"])[0].clone();
+    assert_eq!((&row["session"], &row["detail"]["verb"]), (&id.clone().into(), &"acquire".into()));
+    assert_eq!(row["detail"]["code"], "head_moved");
     assert_eq!(seen(&host, "w"), names(&["one"]));
     let newest = publish(&host, "four");
     assert_eq!(newest["version"], 5);

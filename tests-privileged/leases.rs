@@ -41,6 +41,27 @@ fn wait(limit: Duration, what: &str, fits: impl Fn() -> bool) {
     }
 }
 
+/// What the workspace's next session finds in `f`, and how many publications made the version.
+fn stored(host: &Host) -> (Option<String>, u64) {
+    let next = host.must(&["session", "open", "-w", "w", "--ttl", "60s"]);
+    let text = std::fs::read_to_string(path_of(&next["session"], "merged").join("f")).ok();
+    host.must(&["session", "close", &id_of(&next)]);
+    let rows = host.must(&["workspace", "history", "w"]);
+    let published = rows.as_array().unwrap().iter().filter(|row| row["kind"] == "published");
+    let (version, published) = (&next["session"]["base"]["version"], published.count());
+    assert_eq!(version, published, "{rows:#}");
+    (text, published as u64)
+}
+
+fn write(opened: &Value, text: &str) {
+    std::fs::write(path_of(&opened["session"], "merged").join("f"), text).unwrap();
+}
+
+/// What a session wrote and did not publish.
+fn kept(opened: &Value) -> String {
+    std::fs::read_to_string(path_of(&opened["session"], "upper").join("f")).unwrap()
+}
+
 /// Beats for a session until the guard is dropped.
 struct Beats(std::sync::mpsc::Sender<()>, Option<std::thread::JoinHandle<()>>);
 
@@ -82,6 +103,8 @@ fn doubt(place: &Place) {
     let opened = host.open("w", &paced_ttl(3));
     let id = id_of(&opened);
     let beats = Beats::of(&host, &opened);
+    write(&opened, "before");
+    host.must(&["session", "checkpoint", &id]);
     let lock = rusqlite::Connection::open(host.dir.join("state/overfence.db")).unwrap();
     lock.execute_batch("BEGIN IMMEDIATE").unwrap();
     wait(paced(Duration::from_secs(5)), "doubt is shown inside", || {
@@ -91,6 +114,7 @@ fn doubt(place: &Place) {
     let doubt = view["doubt"].as_str().unwrap();
     assert!(doubt.contains("generation 1") && doubt.contains("owner"), "{doubt}");
     assert_eq!(view["may_publish"], false);
+    write(&opened, "in doubt");
     let out = host.run(&["session", "checkpoint", &id]);
     assert_eq!(out.status.code(), Some(4), "{out:?}");
     assert!(String::from_utf8_lossy(&out.stderr).contains("doubt"), "{out:?}");
@@ -99,6 +123,8 @@ fn doubt(place: &Place) {
         std::fs::read_to_string(&events).unwrap().starts_with('1')
     });
     assert_eq!(seen_inside(&host, &id)["generation"], 1);
+    let w = host.must(&["workspace", "status", "w"]);
+    assert_eq!((&w["version"], kept(&opened)), (&1.into(), "in doubt".to_owned()));
     lock.execute_batch("ROLLBACK").unwrap();
     let view =
         host.until(&id, |v| v["state"] == "ACTIVE" && v["generation"] == 2 && v["work"].is_null());
@@ -112,8 +138,16 @@ fn doubt(place: &Place) {
     for kind in ["renewal_missed", "lease_lost", "frozen", "readmitted", "thawed"] {
         assert!(kinds.contains(&Value::from(kind)), "{kind} is missing in {kinds:?}");
     }
+    // What it wrote in doubt is published under the generation that it got, and that once.
+    let closed = host.must(&["session", "close", &id, "--checkpoint"]);
     drop(beats);
-    host.must(&["session", "close", &id, "--discard", "--yes"]);
+    assert_eq!(closed["generation"], 2);
+    assert_eq!(stored(&host), (Some("in doubt".to_owned()), 2));
+    let entries = host.must(&["evidence", "show", "--session", &id]);
+    let offered = entries.as_array().unwrap().iter().filter(|e| e["kind"] == "publication");
+    let offered: Vec<_> = offered.map(|e| e["detail"]["offered"]["generation"].clone()).collect();
+    assert_eq!(offered, [1, 2]);
+    assert_eq!(host.must(&["evidence", "verify"])["ok"], true);
 }
 
 fn claimed(place: &Place) {
@@ -123,6 +157,7 @@ fn claimed(place: &Place) {
     let opened = host.open("w", &paced_ttl(2));
     let id = id_of(&opened);
     let freeze = path_of(&opened["session"], "cgroup").join("cgroup.freeze");
+    write(&opened, "of the first");
     host.kill_agent();
     wait(paced(Duration::from_secs(5)), "the keeper freezes", || {
         std::fs::read_to_string(&freeze).unwrap().starts_with('1')
@@ -143,10 +178,17 @@ fn claimed(place: &Place) {
         assert_ne!(view["state"], "ACTIVE");
         std::thread::sleep(Duration::from_secs(3));
         assert_eq!(host.must(&["session", "inspect", &id])["generation"], 1);
+        write(&next.1, "of the next");
+        host.must(&["session", "close", &id_of(&next.1), "--checkpoint"]);
+        assert_eq!(stored(&host), (Some("of the next".to_owned()), 1));
+        assert_eq!(kept(&opened), "of the first");
     } else {
         // The policy was faster: the workspace has one writer, and it is the resumed one.
         assert_eq!(next.0, 4);
-        assert_eq!(host.until(&id, |v| v["state"] == "ACTIVE")["generation"], 2);
+        let resumed = |v: &Value| v["state"] == "ACTIVE" && v["work"].is_null();
+        assert_eq!(host.until(&id, resumed)["generation"], 2);
+        host.must(&["session", "close", &id, "--checkpoint"]);
+        assert_eq!(stored(&host), (Some("of the first".to_owned()), 1));
     }
 }
 
@@ -165,6 +207,7 @@ fn takeovers(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
     let first = host.open("w", &paced_ttl(1));
+    write(&first, "of the first");
     host.until(&id_of(&first), |v| v["state"] == "PRESERVED");
     let host = &host;
     let outcomes: Vec<(i32, Value)> = std::thread::scope(|scope| {
@@ -189,7 +232,11 @@ fn takeovers(place: &Place) {
     assert_eq!(record["detail"]["predecessor"]["generation"], 1, "{record:#}");
     assert_eq!(record["detail"]["predecessor"]["state"], "EXPIRED");
     let id = id_of(&won[0].1);
-    host.must(&["session", "close", &id]);
+    write(&won[0].1, "of the owner");
+    host.must(&["session", "close", &id, "--checkpoint"]);
+    assert_eq!(host.run(&["session", "checkpoint", &id_of(&first)]).status.code(), Some(4));
+    assert_eq!(stored(host), (Some("of the owner".to_owned()), 1));
+    assert_eq!(kept(&first), "of the first");
     host.must(&["preserved", "discard", &id_of(&first), "--yes"]);
 }
 
@@ -197,6 +244,7 @@ fn forced(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
     let first = host.open("w", "60s");
+    write(&first, "of the first");
     let (code, _) = host.ask(&["session", "open", "-w", "w"]);
     assert_eq!(code, 4, "a live lease was taken without force");
     let second = host.must(&["session", "open", "-w", "w", "--force", "--owner", "b"]);
@@ -206,7 +254,10 @@ fn forced(place: &Place) {
     let (code, answer) =
         host.ask(&["readmit", &id_of(&first), "--authorised-by", "ann", "--reason", "mine"]);
     assert_eq!(code, 4, "readmitted beside a live lease: {answer:#}");
-    host.must(&["session", "close", &id_of(&second)]);
+    write(&second, "of the second");
+    host.must(&["session", "close", &id_of(&second), "--checkpoint"]);
+    assert_eq!(stored(&host), (Some("of the second".to_owned()), 1));
+    assert_eq!(kept(&first), "of the first");
     host.must(&["preserved", "discard", &id_of(&first), "--yes"]);
 }
 

@@ -1,6 +1,9 @@
 //! I7 through the command line: outcomes that are lost, and requests that cannot be taken back. What
 //! counts is what is stored in the end: nothing overwritten, nothing twice, and the reason on record.
 
+mod refusals;
+mod stale;
+
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -22,9 +25,9 @@ pub fn tests() -> Vec<Test> {
         Test { name: "i7_requests_from_inside_a_session", run: inside },
         Test { name: "i9_no_request_is_begun_in_doubt", run: doubt },
         Test { name: "i8_killed_at_every_step_of_the_ledger", run: killed_at_every_step },
-        Test { name: "i1_refusals_are_in_history_evidence_and_metrics", run: refusals },
-        Test { name: "i1_a_stale_writer_is_told_the_truth_by_every_verb", run: stale_verbs },
-        Test { name: "what_is_settled_is_not_given_to_anybody", run: assigned_late },
+        Test { name: "i1_refusals_are_in_history_evidence_and_metrics", run: refusals::run },
+        Test { name: "i1_a_stale_writer_is_told_the_truth_by_every_verb", run: stale::verbs },
+        Test { name: "what_is_settled_is_not_given_to_anybody", run: stale::assigned },
     ]
 }
 
@@ -96,6 +99,19 @@ fn version(host: &Host) -> u64 {
     host.must(&["workspace", "status", "w"])["version"].as_u64().unwrap()
 }
 
+/// What became of each publication that a session offered, in the order in which it was known.
+fn outcomes(host: &Host, id: &str) -> Vec<(String, String)> {
+    let entries = host.must(&["evidence", "show", "--session", id]);
+    let told = entries.as_array().unwrap().iter().filter_map(|e| {
+        let event = &e["detail"]["event"];
+        (event["event"] == "published").then(|| {
+            let word = |name: &str| event[name].as_str().unwrap().to_owned();
+            (word("key"), word("outcome"))
+        })
+    });
+    told.collect()
+}
+
 fn settled(host: &Host, id: &str) -> Value {
     host.until(id, |view| view["unknown"].as_array().unwrap().is_empty())
 }
@@ -138,6 +154,10 @@ fn lost_before(place: &Place) {
     host.must(&["session", "close", &id, "--checkpoint"]);
     assert_eq!((version(&host), history(&host, "published")), (1, 1));
     assert_eq!(history(&host, "buried"), 1);
+    let told = outcomes(&host, &id);
+    let of_it: Vec<_> = told.iter().filter(|(of, _)| *of == key).map(|(_, word)| &**word).collect();
+    assert_eq!(of_it, ["unknown", "refused"], "{told:?}");
+    assert_eq!(told.iter().filter(|(_, word)| word == "committed").count(), 1, "{told:?}");
     assert_eq!(stored(&host, "f").as_deref(), Some("kept"));
     assert_eq!(host.must(&["evidence", "verify"])["ok"], true);
 }
@@ -176,7 +196,14 @@ fn lost_after(place: &Place) {
     host.must(&["session", "close", &id, "--checkpoint"]);
     assert_eq!((version(&host), history(&host, "published")), (2, 2));
     assert_eq!(history(&host, "buried"), 0);
+    let told = outcomes(&host, &id);
+    let of_it: Vec<_> = told.iter().filter(|(of, _)| *of == key).map(|(_, word)| &**word).collect();
+    assert_eq!(of_it, ["unknown", "committed"], "{told:?}");
+    assert_eq!(told.iter().filter(|(_, word)| word == "committed").count(), 2, "{told:?}");
     assert_eq!(stored(&host, "f").as_deref(), Some("second"));
+    // What was committed first was not overwritten: it is the version before.
+    host.must(&["workspace", "revert", "-w", "w", "--to", "1"]);
+    assert_eq!((stored(&host, "f").as_deref(), version(&host)), (Some("first"), 3));
 }
 
 /// A close is neither done nor failed while nobody knows. Once it turns out that everything was
@@ -336,6 +363,9 @@ fn sent_once(place: &Place) {
         &paced_ttl(60),
     ]);
     let first = id_of(&a);
+    write(&a, "f", "published by a");
+    host.must(&["session", "checkpoint", &first]);
+    write(&a, "f", "of a, with what it sent");
     let begun = begin(&host, &first, "invoice-7", "k1");
     assert_eq!((&begun["result"], &begun["request"]["state"]), (&"begun".into(), &"OPEN".into()));
     assert_eq!(begun["request"]["assignee"], "ann");
@@ -356,6 +386,8 @@ fn sent_once(place: &Place) {
     host.must(&["fence", &first, "--reason", "test", "--wait"]);
     let b = host.must(&["session", "open", "-w", "w", "--owner", "bob", "--ttl", &paced_ttl(60)]);
     let second = id_of(&b);
+    let at_b = path_of(&b["session"], "merged").join("f");
+    assert_eq!(std::fs::read_to_string(at_b).unwrap(), "published by a");
     for (task, key) in [("invoice-7", "k1"), ("invoice-9", "k9")] {
         let args = ["request", "begin", &first, "--task", task, "--key", key];
         let (code, said) = refused(&host, &args);
@@ -412,6 +444,25 @@ fn sent_once(place: &Place) {
     ] {
         assert!(text.lines().any(|l| l == line), "no {line:?} in {text}");
     }
+    // Each request that was refused, with who asked and why.
+    for (session, generation, code) in
+        [(&first, 1, "stale_generation"), (&second, 1, "stale_generation")]
+    {
+        let refused = |e: &&Value| {
+            let asked = &e["detail"]["asked"];
+            (&asked["session"], &asked["generation"]) == (&(&**session).into(), &generation.into())
+                && e["detail"]["answer"]["Err"]["code"] == code
+        };
+        assert!(evidence.as_array().unwrap().iter().any(|e| refused(&e)), "{code}: {evidence:#}");
+    }
+    // What is stored: what each published under its own lease, and nothing of the one that was lost.
+    assert_eq!(version(&host), 1);
+    write(&b, "f", "of b");
+    host.must(&["session", "close", &second, "--checkpoint"]);
+    assert_eq!((version(&host), history(&host, "published")), (2, 2));
+    assert_eq!(stored(&host, "f").as_deref(), Some("of b"));
+    let kept = path_of(&a["session"], "upper").join("f");
+    assert_eq!(std::fs::read_to_string(kept).unwrap(), "of a, with what it sent");
     assert_eq!(host.must(&["evidence", "verify"])["ok"], true);
 }
 
@@ -614,107 +665,6 @@ fn killed_at(place: &Place, point: &str, verb: &str, happened: bool) {
     assert_eq!(host.must(&["evidence", "verify"])["ok"], true, "{point}");
     host.must(&["session", "close", &id, "--discard", "--yes"]);
     host.stop();
-}
-
-/// What the agent's own door lets through to the predicate: the refusal is in the authority's
-/// history and in the host's evidence, and counts under its reason.
-fn refusals(place: &Place) {
-    let mut host = Host::new(place, "h");
-    assert!(host.start(None));
-    let count = |code: &str| {
-        let name = format!("overfence_publications_refused_total{{reason=\"{code}\"}} ");
-        let text = host.http("GET", "/metrics", "").body;
-        let line = text.lines().find_map(|l| l.strip_prefix(&name).map(str::to_owned));
-        line.unwrap_or_else(|| panic!("no {name} in {text}")).parse::<u64>().unwrap()
-    };
-    let refuse = |id: &str, code: &str| {
-        let before = (host.must(&["workspace", "status", "w"]), count(code));
-        let (exit, said) = refused(&host, &["session", "checkpoint", id]);
-        assert!(exit == 4 && said.contains(code), "{exit}: {said}");
-        let after = (host.must(&["workspace", "status", "w"]), count(code));
-        for field in ["version", "head", "generation", "writer_session"] {
-            assert_eq!(before.0[field], after.0[field], "{code} changed {field}");
-        }
-        assert_eq!(after.1, before.1 + 1, "{code}");
-        let row = host.must(&["workspace", "history", "w", "--limit", "1"])[0].clone();
-        assert_eq!((&row["kind"], &row["detail"]["code"]), (&"refused".into(), &code.into()));
-        let entries = host.must(&["evidence", "show", "--session", id]);
-        let last = entries.as_array().unwrap().iter().rev().find(|e| e["kind"] == "publication");
-        assert_eq!(last.unwrap()["detail"]["answer"]["Err"]["code"], code, "{last:?}");
-    };
-    let a = host.open("w", &paced_ttl(60));
-    write(&a, "f", "of a");
-    host.must(&["fence", &id_of(&a), "--reason", "test", "--wait"]);
-    refuse(&id_of(&a), "lease_revoked");
-    let b = host.must(&["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]);
-    refuse(&id_of(&a), "stale_generation");
-    host.must(&["session", "close", &id_of(&b)]);
-    refuse(&id_of(&a), "stale_generation");
-    let view = host.must(&["session", "inspect", &id_of(&a)]);
-    assert_eq!(std::fs::read_to_string(path_of(&view, "upper").join("f")).unwrap(), "of a");
-}
-
-/// Whatever a writer without a lease asks, it is the authority that refuses: with who owns the workspace
-/// now, in the history, and in the evidence with what was really asked and by whom.
-fn stale_verbs(place: &Place) {
-    let mut host = Host::new(place, "h");
-    assert!(host.start(None));
-    let a = host.open("w", &paced_ttl(60));
-    let id = id_of(&a);
-    write(&a, "f", "of a");
-    begin(&host, &id, "t", "k");
-    host.must(&["fence", &id, "--reason", "test", "--wait"]);
-    // Its writer is gone: nobody knows what became of what it may have sent.
-    assert_eq!(requests(&host, false)[0]["state"], "UNKNOWN");
-    let b = host.must(&["session", "open", "-w", "w", "--owner", "bob", "--ttl", &paced_ttl(60)]);
-    let expected = host.must(&["session", "inspect", &id])["expected"].clone();
-    for (verb, kind, args) in [
-        ("publish", "publication", &["session", "checkpoint", &id][..]),
-        ("publish", "publication", &["session", "close", &id, "--checkpoint"]),
-        ("begin", "request_begin", &["request", "begin", &id, "--task", "t2", "--key", "k2"]),
-    ] {
-        let (code, said) = refused(&host, args);
-        assert!(code == 4 && said.contains("stale_generation"), "{args:?}: {code}: {said}");
-        for now in ["generation 2", "owner bob", "version 0", "head empty", "preserved export"] {
-            assert!(said.contains(now), "{args:?}: no {now:?} in {said}");
-        }
-        let row = host.must(&["workspace", "history", "w", "--limit", "1"])[0].clone();
-        let detail = &row["detail"];
-        assert_eq!((&detail["verb"], &detail["code"]), (&verb.into(), &"stale_generation".into()));
-        let entries = host.must(&["evidence", "show", "--session", &id]);
-        let last = entries.as_array().unwrap().iter().rev().find(|e| e["kind"] == kind).unwrap();
-        assert_eq!(last["detail"]["answer"]["Err"]["code"], "stale_generation", "{last:#}");
-        assert_eq!(last["detail"]["asked"]["expected"], expected, "{last:#}");
-        assert!(last["actor"].as_str().unwrap().starts_with("uid 0"), "{last:#}");
-    }
-    // Nothing was offered, so nothing stands in the ledger.
-    assert_eq!(publications(&host, true), Vec::<Value>::new());
-    assert_eq!(requests(&host, true).len(), 1);
-    host.must(&["session", "close", &id_of(&b)]);
-}
-
-fn assigned_late(place: &Place) {
-    let mut host = Host::new(place, "h");
-    assert!(host.start(None));
-    let opened = host.open("w", &paced_ttl(60));
-    let id = id_of(&opened);
-    begin(&host, &id, "t", "k");
-    host.must(&["request", "ack", "k", "done", "-w", "w"]);
-    write(&opened, "f", "x");
-    let key = host.must(&["session", "checkpoint", &id])["key"].as_str().unwrap().to_owned();
-    let rows = |host: &Host| host.must(&["workspace", "history", "w"]).as_array().unwrap().len();
-    let before = (publications(&host, true), requests(&host, true), rows(&host));
-    for args in
-        [&["request", "assign", "k", "bob", "-w", "w"][..], &["publication", "assign", &key, "bob"]]
-    {
-        let (code, said) = refused(&host, args);
-        assert!(code == 4 && said.contains("already_settled"), "{args:?}: {code}: {said}");
-        let entries = host.must(&["evidence", "show"]);
-        let last =
-            entries.as_array().unwrap().iter().rev().find(|e| e["kind"] == "assign").unwrap();
-        assert_eq!(last["detail"]["answer"]["Err"], "already_settled", "{last:#}");
-    }
-    assert_eq!((publications(&host, true), requests(&host, true), rows(&host)), before);
 }
 
 fn lost_revert(place: &Place) {

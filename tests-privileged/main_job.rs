@@ -65,7 +65,9 @@ fn silent(place: &Place) {
         assert_eq!(refused.current.unwrap().owner.unwrap().as_str(), "b");
         assert_eq!(size(), before, "a byte landed after read-only was proved");
         let history = agent.history("w", 100).await.unwrap();
-        assert!(history.iter().any(|h| h.kind == "refused"), "{history:#?}");
+        let refused = history.iter().find(|h| h.kind == "refused").expect("it is on record");
+        let (code, session) = (&refused.detail["code"], &refused.session);
+        assert_eq!((code, session.as_ref()), (&"stale_generation".into(), Some(&a.session.id)));
         agent.discard(&ROOT, a.session.id.parse().unwrap()).await.unwrap();
         child.wait().unwrap();
         agent
@@ -77,6 +79,14 @@ fn silent(place: &Place) {
             .await
             .unwrap();
         assert!(agent.sessions().await.unwrap().is_empty());
+        // Stored is what the one that held the lease published, once.
+        let next = agent.open(&ROOT, wish("w", "c", 5000)).await.unwrap();
+        assert_eq!(next.session.base.version.0, 1);
+        let names = std::fs::read_dir(merged(&next)).unwrap().map(|e| e.unwrap().file_name());
+        assert_eq!(names.collect::<Vec<_>>(), ["b"]);
+        assert_eq!(std::fs::read_to_string(merged(&next).join("b")).unwrap(), "of b");
+        let id = next.session.id.parse().unwrap();
+        agent.close(&ROOT, id, CloseSession::default()).await.unwrap();
         let report = agent.evidence_verify().await.unwrap();
         assert!(report.ok, "{report:?}");
     });

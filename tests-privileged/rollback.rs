@@ -121,17 +121,42 @@ fn publish(host: &Host, name: &str, file: &str) -> u64 {
     opened["session"]["generation"].as_u64().unwrap()
 }
 
+/// What the workspace's next session finds: the names of its files, each with its own name in it.
+fn stored(host: &Host, name: &str) -> Vec<String> {
+    let opened = host.open(name, &paced_ttl(60));
+    let merged = path_of(&opened["session"], "merged");
+    let names = std::fs::read_dir(&merged).unwrap();
+    let mut names: Vec<_> =
+        names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    for file in &names {
+        assert_eq!(std::fs::read_to_string(merged.join(file)).unwrap(), *file);
+    }
+    host.must(&["session", "close", &id_of(&opened)]);
+    names.sort();
+    names
+}
+
+/// Why a workspace is on HOLD, or what was refused for it, and who lifted it stand in its history.
+fn traced(host: &Host, name: &str, kind: &str, why: &str) {
+    let rows = host.must(&["workspace", "history", name]);
+    let of = |kind: &str, why: &str| {
+        let mut rows = rows.as_array().unwrap().iter();
+        rows.any(|row| row["kind"] == kind && row.to_string().contains(why))
+    };
+    assert!(of(kind, why) && of("repaired", "looked at it"), "{kind} {why}: {rows:#}");
+}
+
 fn no_grant_since(place: &Place) {
     let mut host = started(place, "h");
     let opened = host.open("w", &paced_ttl(120));
     let (id, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
-    std::fs::write(merged.join("one"), "1").unwrap();
+    std::fs::write(merged.join("one"), "one").unwrap();
     host.must(&["session", "checkpoint", &id]);
     host.kill_agent();
     save(&host, &DATABASE);
     assert!(host.start(None));
     // The same lease goes on: no generation is granted, but a version is published.
-    std::fs::write(merged.join("two"), "2").unwrap();
+    std::fs::write(merged.join("two"), "two").unwrap();
     assert_eq!(host.must(&["session", "checkpoint", &id])["at"]["version"], 2);
     host.kill_agent();
     put_back(&host, &DATABASE);
@@ -165,6 +190,10 @@ fn no_grant_since(place: &Place) {
     host.kill_agent();
     assert!(host.start(None));
     assert_eq!(hold_of(&host, "w"), "", "a repair is for good");
+    traced(&host, "w", "held", "version 1, but 2 was seen on this host");
+    // What went back is in no head, and where it was written.
+    assert_eq!(stored(&host, "w"), ["one", "three"]);
+    assert_eq!(std::fs::read_to_string(path_of(&view, "upper").join("two")).unwrap(), "two");
     host.must(&["preserved", "discard", &id, "--yes"]);
     let told = host.must(&["workspace", "history", "w"]);
     let versions: Vec<_> =
@@ -301,6 +330,8 @@ fn other_witnesses(place: &Place) {
     assert!(said.contains("below 2"), "{said}");
     repair(&host, "w", 2);
     assert_eq!(publish(&host, "w", "three"), 3);
+    assert_eq!(stored(&host, "w"), ["one", "three"]);
+    traced(&host, "w", "held", "generation 1, but 2 was seen");
     let directory = state(&host).join("sessions").join(&id);
     assert!(directory.join("upper/two").exists(), "what it wrote is there still");
     drop(host);
@@ -371,6 +402,9 @@ fn at_acquisition(place: &Place) {
     let w = repair(&host, "w", 7);
     assert_eq!((w["generation"].as_u64(), w["version"].as_u64()), (Some(7), Some(3)));
     assert_eq!(publish(&host, "w", "three"), 8);
+    traced(&host, "w", "held", "generation 1, but 2 was seen");
+    assert_eq!(stored(&host, "w"), ["one", "three"]);
+    assert_eq!(workspace(&host, "w")["version"], 4);
 }
 
 fn edited(place: &Place) {
@@ -381,6 +415,7 @@ fn edited(place: &Place) {
     let head = workspace(&host, "w")["head"].clone();
     let opened = host.open("w", &paced_ttl(3));
     let id = id_of(&opened);
+    std::fs::write(path_of(&opened["session"], "merged").join("two"), "two").unwrap();
     edit(
         &host,
         "UPDATE workspaces SET record = replace(record, '\"ann\"', '\"eve\"') WHERE id = 'w'",
@@ -410,7 +445,14 @@ fn edited(place: &Place) {
     host.must(&["readmit", &id, "--authorised-by", "ann", "--reason", "looked at it"]);
     let view = host.must(&["session", "inspect", &id]);
     assert_eq!((&view["state"], &view["generation"]), (&"ACTIVE".into(), &3.into()));
-    host.must(&["session", "close", &id]);
+    traced(&host, "w", "refused", "does not verify");
+    assert_eq!(host.must(&["evidence", "verify"])["ok"], true);
+    // Nothing of it was stored meanwhile, and nothing of it is lost.
+    assert_eq!(workspace(&host, "w")["head"], head);
+    host.must(&["session", "close", &id, "--checkpoint"]);
+    assert_eq!((stored(&host, "w"), workspace(&host, "w")["version"].as_u64()), {
+        (vec!["one".to_owned(), "two".to_owned()], Some(2))
+    });
 }
 
 fn edited_session(place: &Place) {

@@ -86,6 +86,12 @@ impl History {
         tester.on_return(name, ret).unwrap();
     }
 
+    /// Everybody may know of a grant.
+    pub fn known(&self, name: u32, generation: u64) {
+        self.asks(name, Op::Known { generation });
+        self.told(name, Ret::Known);
+    }
+
     pub fn fits(&self) -> bool {
         lock(&self.tester).is_consistent()
     }
@@ -197,14 +203,16 @@ pub struct Client<'a> {
     version: u64,
     looked: Option<Ret>,
     late: Option<Publish>,
+    offered: Option<Op>,
     lost: bool,
 }
 
 impl<'a> Client<'a> {
     pub fn new(round: &'a Round<'a>, bug: Option<Bug>, seed: u64) -> Self {
         let (name, dice) = (round.history.name(), Dice::new(seed));
-        let (lease, looked, late) = (None, None, None);
-        Self { round, bug, dice, name, lease, generation: 0, version: 0, looked, late, lost: false }
+        let (lease, looked, late, offered) = (None, None, None, None);
+        let (generation, version, lost) = (0, 0, false);
+        Self { round, bug, dice, name, lease, generation, version, looked, late, offered, lost }
     }
 
     /// Does some of the things that clients do.
@@ -268,8 +276,17 @@ impl<'a> Client<'a> {
             7 => Op::Look,
             8 if self.dice.below(3) == 0 => Op::Expire,
             _ => {
+                // The same again under its key, answered or not, as long as it is the same lease's.
+                if let Some(op @ Op::Publish { generation: by, .. }) = self.offered
+                    && by == generation
+                    && self.dice.below(3) == 0
+                {
+                    return op;
+                }
                 let layer = 1 + u8::try_from(self.dice.below(200)).unwrap();
-                Op::Publish { generation, expected, key: self.key(), layer }
+                let op = Op::Publish { generation, expected, key: self.key(), layer };
+                self.offered = Some(op);
+                op
             }
         }
     }
@@ -357,8 +374,9 @@ impl<'a> Client<'a> {
                 }
                 match authority.publish(&wish, no_rider()).unwrap() {
                     Ok(at) => {
-                        self.version = round.learn(&at);
-                        Ret::Published { version: self.version }
+                        let version = round.learn(&at);
+                        self.version = self.version.max(version);
+                        Ret::Published { version }
                     }
                     Err(refusal) => refused(refusal),
                 }
@@ -398,6 +416,7 @@ impl<'a> Client<'a> {
                 (round.expire)();
                 Ret::Done
             }
+            Op::Known { .. } => Ret::Known,
             Op::Look => {
                 let current = round.current();
                 let (generation, version) = (current.generation.0, current.at.version.0);

@@ -1,7 +1,7 @@
 //! What a workspace is to its clients, in a page: one lease at a time with a growing generation, a
 //! version, keys with one answer each, a task that is out once. Written apart from the product's rules.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use overfence::model::code::Code;
 use stateright::semantics::SequentialSpec;
@@ -36,6 +36,11 @@ pub enum Op {
     },
     /// Time goes by, longer than any lease.
     Expire,
+    /// Who was granted this generation has been told, or the agent that granted it is gone: from now on
+    /// no session of an older one is thought to hold its lease.
+    Known {
+        generation: u64,
+    },
     /// What is current.
     Look,
 }
@@ -45,6 +50,7 @@ pub enum Op {
 pub enum Ret {
     Granted { generation: u64, version: u64 },
     Done,
+    Known,
     Published { version: u64 },
     Begun,
     Repeated,
@@ -57,6 +63,8 @@ pub enum Ret {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Lease {
     Live,
+    /// Granted, and nobody was told: an agent that does not finish an opening gives its lease back.
+    Untold,
     RanOut,
     Released,
     Revoked,
@@ -75,18 +83,22 @@ pub struct Spec {
     version: u64,
     keys: BTreeMap<u128, (Asked, Ret)>,
     task: Option<(u128, u64)>,
+    /// Generations whose sessions an agent may think to hold their lease. A sign of life is answered
+    /// from that and not by the authority, whose grant to the next one is there a moment earlier.
+    held: BTreeSet<u64>,
 }
 
 impl Spec {
     pub fn new(through_an_agent: bool) -> Self {
         let (keys, lease, task) = (BTreeMap::new(), None, None);
-        Self { through_an_agent, generation: 0, lease, version: 0, keys, task }
+        let held = BTreeSet::new();
+        Self { through_an_agent, generation: 0, lease, version: 0, keys, task, held }
     }
 
     fn authorised(&self, generation: u64) -> Result<(), Code> {
         match self.lease {
             _ if generation != self.generation => Err(Code::StaleGeneration),
-            Some(Lease::Live) => Ok(()),
+            Some(Lease::Live | Lease::Untold) => Ok(()),
             Some(Lease::RanOut) => Err(Code::LeaseExpired),
             Some(Lease::Released) => Err(Code::LeaseReleased),
             Some(Lease::Revoked) => Err(Code::LeaseRevoked),
@@ -100,10 +112,11 @@ impl Spec {
     }
 
     fn end(&mut self, generation: u64, how: Lease) -> Ret {
+        self.held.remove(&generation);
         if generation != self.generation {
             return Ret::Refused(Code::StaleGeneration);
         }
-        if matches!(self.lease, Some(Lease::Live | Lease::RanOut)) {
+        if matches!(self.lease, Some(Lease::Live | Lease::Untold | Lease::RanOut)) {
             self.lease = Some(how);
         }
         Ret::Done
@@ -120,8 +133,20 @@ impl SequentialSpec for Spec {
                 if self.lease == Some(Lease::Live) && !force {
                     return Ret::Refused(Code::LeaseHeld);
                 }
-                (self.generation, self.lease) = (self.generation + 1, Some(Lease::Live));
+                let granted = if self.through_an_agent { Lease::Untold } else { Lease::Live };
+                (self.generation, self.lease) = (self.generation + 1, Some(granted));
+                self.held.insert(self.generation);
                 Ret::Granted { generation: self.generation, version: self.version }
+            }
+            Op::Renew { generation } if self.through_an_agent => {
+                match self.held.contains(&generation) {
+                    true => Ret::Done,
+                    false => Ret::Refused(Code::LeaseLost),
+                }
+            }
+            Op::Known { generation } => {
+                self.held.retain(|held| *held >= generation);
+                Ret::Known
             }
             Op::Renew { generation } => {
                 self.authorised(generation).map_or_else(Ret::Refused, |()| Ret::Done)
@@ -154,7 +179,11 @@ impl SequentialSpec for Spec {
                 answer
             }
             Op::Begin { generation, expected, key } => {
-                if let Err(code) = self.may_commit(generation, expected) {
+                let may = match self.through_an_agent {
+                    true => self.authorised(generation),
+                    false => self.may_commit(generation, expected),
+                };
+                if let Err(code) = may {
                     return Ret::Refused(code);
                 }
                 match self.task {
@@ -180,10 +209,19 @@ impl SequentialSpec for Spec {
     fn is_valid_step(&mut self, op: &Op, ret: &Ret) -> bool {
         match (op, ret) {
             (_, Ret::Refused(_)) if self.through_an_agent => true,
-            // To close a session whose lease is over is done, too.
+            // To close or to fence a session whose lease is over is done, too.
             (Op::Release { generation }, Ret::Done) if self.through_an_agent => {
                 let _ = self.end(*generation, Lease::Released);
                 true
+            }
+            (Op::Revoke { generation }, Ret::Done) if self.through_an_agent => {
+                let _ = self.end(*generation, Lease::Revoked);
+                true
+            }
+            (Op::Acquire { .. }, _) => {
+                let fits = self.invoke(op) == *ret;
+                self.lease = self.lease.map(|l| if l == Lease::Untold { Lease::Live } else { l });
+                fits
             }
             _ => self.invoke(op) == *ret,
         }

@@ -18,13 +18,15 @@ use crate::agent::host::Host;
 use crate::agent::open::{Made, Seed, Wish};
 use crate::agent::slot::Slot;
 use crate::agent::under_way::Whose;
+use crate::authority::no_rider;
 use crate::failpoint;
 use crate::kernel::walk::Dir;
 use crate::model::code::Code;
 use crate::model::head::{Head, HeadAt};
-use crate::model::ids::{PublicationKey, WorkspaceId};
+use crate::model::ids::{LeaseId, PublicationKey, Version, WorkspaceId};
 use crate::model::session::{Seeded, Session, State};
 use crate::model::view::{ApplyBundle, Opened, ReadmitSession, SessionView};
+use crate::model::workspace::Acquire;
 use crate::progress::{Amount, Counted, What};
 use crate::upper::store::LayerStore;
 use crate::upper::{Shown, Stop, bundle, rebase};
@@ -148,14 +150,7 @@ fn readmit(
     // Before anything is copied; the acquisition asks again.
     let now = head_of(host, &s.workspace)?;
     if now != s.expected {
-        return Err(Failure::new(
-            Code::HeadMoved,
-            format!(
-                "session {} last saw version {}, and the workspace is at version {}: export its \
-                 bytes, and `overfence bundle apply` the bundle",
-                s.id, s.expected.version, now.version
-            ),
-        ));
+        return Err(moved(host, &s, &now));
     }
     let stage = Stage::new(host)?;
     let stop = || {
@@ -196,6 +191,40 @@ fn readmit(
     })();
     drop_scratch(&stage.root);
     made
+}
+
+/// The head moved on since. The refusal is the authority's and stands in the workspace's history, as that
+/// of a session which could run on: no workspace has the version that is asked for.
+fn moved(host: &Host, s: &Session, now: &HeadAt) -> Failure {
+    let never = HeadAt { version: Version(u64::MAX), head: s.expected.head.clone() };
+    let ask = Acquire {
+        workspace: s.workspace.clone(),
+        lease: LeaseId::fresh(),
+        owner: s.owner.clone(),
+        host: host.id,
+        session: s.id,
+        holder: s.holder,
+        ttl: s.ttl,
+        max_lifetime: host.config.lease.max_lifetime,
+        force: None,
+        only_at: Some(never),
+        seen: host.store.marks().highest(&s.workspace),
+    };
+    match host.authority.acquire(&ask, no_rider()) {
+        Err(fault) => unavailable(fault),
+        Ok(Err(refusal)) if refusal.code != Code::HeadMoved => {
+            host.held_by_acquisition(&ask, &refusal);
+            refusal.into()
+        }
+        Ok(_) => Failure::new(
+            Code::HeadMoved,
+            format!(
+                "session {} last saw version {}, and the workspace is at version {}: export its \
+                 bytes, and `overfence bundle apply` the bundle",
+                s.id, s.expected.version, now.version
+            ),
+        ),
+    }
 }
 
 fn refused(s: &Session, code: Code) -> Failure {

@@ -22,6 +22,13 @@ fn row(f: &dyn Fixture, key: PublicationKey) -> Publication {
 
 /// Each refusal of the predicate: the record is the one before, the history names the reason, the
 /// rider was told the same one. Together they are all there are.
+///
+/// Callers of the API meet some of them, and a test asks for each of those through it
+/// (`ledger::i1_refusals_are_in_history_evidence_and_metrics`). The others are asked for here alone: an
+/// agent offers its session's own lease, session and head (`lease_mismatch`, `session_mismatch`,
+/// `head_mismatch`), of a workspace that is not deleted as long as it has sessions
+/// (`unknown_workspace`), under a key that it makes for this offer (`key_used`, `key_forgotten`). What is
+/// being removed it is not even let enter (`layer_buried`), which is how [`Ledger::enter`] answers.
 pub(super) fn i1_every_reason(f: &dyn Fixture) {
     let mut seen = BTreeSet::new();
     let mut refuse = |p: Publish, code: Code| {

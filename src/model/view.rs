@@ -19,8 +19,8 @@ use super::lease::HolderKind;
 pub use diff::{Aspect, Change, DiffLine, DiffRow, DiffSummary, FileKind, Mark, Told};
 pub use host::{
     BackupHost, BackupView, BreakerView, DrainHost, Drained, EvidenceReport, ExportSession,
-    Exported, GcItem, GcReport, KeepSession, PreservedView, ResetBreaker, RestoredView, SpaceView,
-    StatusView,
+    Exported, GcItem, GcReport, KeepSession, LeftOut, PreservedView, ResetBreaker, RestoredChain,
+    RestoredView, SpaceView, StatusView,
 };
 pub use ledger::{
     AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,

@@ -17,6 +17,8 @@ pub fn tests() -> Vec<Test> {
         Test { name: "a_backup_under_load_comes_back_on_an_emptied_host", run: emptied },
         Test { name: "i2_a_restore_never_lowers_a_generation", run: lowers_nothing },
         Test { name: "a_restore_that_cannot_be_right_changes_nothing", run: refused },
+        Test { name: "the_evidence_goes_on_over_a_restore", run: evidence_goes_on },
+        Test { name: "a_damaged_layer_spoils_no_backup_of_the_others", run: partial },
         Test { name: "i8_a_backup_survives_a_kill_at_every_effect", run: killed_taking },
         Test { name: "i8_a_restore_survives_a_kill_at_every_effect", run: killed_restoring },
     ]
@@ -236,17 +238,6 @@ fn refused(place: &Place) {
     let inside = foreign.dir.join("state/backup").display().to_string();
     assert_eq!(foreign.ask(&["backup", "--dest", &inside]).0, 2);
     drop(foreign);
-    // A layer that is damaged spoils the backup, and nothing is left of it.
-    let layers = host.dir.join("state/layers");
-    let w = host.must(&["workspace", "status", "w"]);
-    let top = w["head"].as_array().unwrap().last().unwrap().as_str().unwrap()[7..].to_owned();
-    let blob = layers.join(&top).join("layer.tar.zst");
-    let good = fs::read(&blob).unwrap();
-    fs::write(&blob, [&good[..good.len() - 1], &[!good[good.len() - 1]]].concat()).unwrap();
-    let other = written(0).replace("$BACKUP", "$BACKUP-2");
-    not_done(&host, &other, 1, &top);
-    fs::write(&blob, &good).unwrap();
-    assert!(!names_in(&host.dir).iter().any(|name| name.starts_with("backup-2")));
     host.kill_agent();
     let state = host.dir.join("state");
     let before = (fs::read(state.join("overfence.db")).unwrap(), names_in(&state));
@@ -281,6 +272,175 @@ fn refused(place: &Place) {
     assert!(host.start(None));
     assert_eq!(hold_of(&host, "w"), "", "nothing was changed");
     assert_eq!(publish(&host, "w", "three"), 3);
+}
+
+fn verified(host: &Host) -> Value {
+    let report = host.must(&["evidence", "verify"]);
+    assert_eq!((&report["ok"], &report["fault"]), (&true.into(), &Value::Null), "{report:#}");
+    report
+}
+
+/// The files of the database.
+fn database_of(host: &Host) -> Vec<(PathBuf, Option<Vec<u8>>)> {
+    let all = ["overfence.db", "overfence.db-wal", "overfence.db-shm"];
+    all.map(|name| host.dir.join("state").join(name))
+        .into_iter()
+        .map(|path| (path.clone(), fs::read(path).ok()))
+        .collect()
+}
+
+fn put_back(host: &Host, files: &[(PathBuf, Option<Vec<u8>>)]) {
+    for (path, bytes) in files {
+        assert!(path.starts_with(&host.dir));
+        let _ = fs::remove_file(path);
+        if let Some(bytes) = bytes {
+            fs::write(path, bytes).unwrap();
+        }
+    }
+}
+
+fn evidence_goes_on(place: &Place) {
+    let mut host = started(place, "h");
+    publish(&host, "w", "one");
+    done(&host, &written(0));
+    let taken = fs::read_to_string(backup_of(&host).join("backup.json")).unwrap();
+    let taken: Value = serde_json::from_str(&taken).unwrap();
+    let last = taken["copied"]["entries"].as_u64().unwrap();
+    publish(&host, "w", "two");
+    host.must(&["workspace", "hold", "-w", "w", "--reason", "x"]);
+    repair(&host, "w", 2);
+    assert_eq!(verified(&host)["restores"], serde_json::json!([]));
+    host.stop();
+    let anchors = host.dir.join("state/evidence-anchors");
+    let before = fs::read_to_string(&anchors).unwrap();
+    let database = host.dir.join("state/overfence.db");
+    let old = database_of(&host);
+    done(&host, &written(1));
+    assert!(host.start(None), "{}", host.log());
+    let report = verified(&host);
+    assert_eq!(report["restores"][0]["entry"], last + 1, "{report:#}");
+    assert!(report["anchors_set_aside"].as_u64().unwrap() > 0, "{report:#}");
+    let table = done(&host, "overfence evidence verify");
+    assert!(table.contains(&format!("goes on from a backup at entry {}", last + 1)), "{table}");
+    assert!(table.contains("set aside"), "{table}");
+    // No anchor is taken away.
+    assert!(fs::read_to_string(&anchors).unwrap().starts_with(&before));
+    let told = host.must(&["evidence", "show", "--since", &last.to_string(), "--limit", "1"]);
+    let entry = &told[0];
+    assert_eq!((&entry["kind"], &entry["seq"]), (&"restore".into(), &(last + 1).into()));
+    assert!(entry["actor"].as_str().unwrap().starts_with("uid 0"), "{entry:#}");
+    let detail = &entry["detail"];
+    assert_eq!(detail["from"], backup_of(&host).to_str().unwrap(), "{entry:#}");
+    assert_eq!((&detail["taken_at"], &detail["entries"]), (&taken["time"], &last.into()));
+    // Everything is held as ever; after a repair and more work it is as whole.
+    assert!(hold_of(&host, "w").contains("was seen"));
+    repair(&host, "w", 2);
+    publish(&host, "w", "three");
+    verified(&host);
+    host.stop();
+    assert!(host.start(None), "{}", host.log());
+    assert_eq!(hold_of(&host, "w"), "", "it is said once");
+    verified(&host);
+    host.stop();
+    // The database of before the restore, by hand: not what is witnessed now.
+    let restored = database_of(&host);
+    put_back(&host, &old);
+    let marks = fs::read(host.dir.join("state/high-water")).unwrap();
+    let witnessed = fs::read(&anchors).unwrap();
+    assert!(host.start(None), "{}", host.log());
+    assert!(!hold_of(&host, "w").is_empty());
+    let (code, report) = host.ask(&["evidence", "verify"]);
+    assert_eq!((code, &report["ok"]), (1, &false.into()), "{report:#}");
+    assert_eq!(
+        report["fault"].as_str().unwrap().split(':').next(),
+        Some(&*format!("entry {}", last + 1))
+    );
+    host.stop();
+    // A record of before the restore, and one of after it.
+    for seq in [last - 1, last + 2] {
+        put_back(&host, &restored);
+        fs::write(&anchors, &witnessed).unwrap();
+        fs::write(host.dir.join("state/high-water"), &marks).unwrap();
+        let db = rusqlite::Connection::open(&database).unwrap();
+        let changed = db
+            .execute("UPDATE evidence SET body = replace(body, '\"actor\":\"', '\"actor\":\"x') WHERE seq = ?", [seq.cast_signed()]);
+        assert_eq!(changed.unwrap(), 1);
+        drop(db);
+        assert!(host.start(None), "{}", host.log());
+        let (code, report) = host.ask(&["evidence", "verify"]);
+        assert_eq!((code, &report["ok"]), (1, &false.into()), "{seq}: {report:#}");
+        assert!(
+            report["fault"]
+                .as_str()
+                .unwrap()
+                .contains(&format!("entry {seq}: its text was altered"))
+        );
+        host.stop();
+    }
+}
+
+fn partial(place: &Place) {
+    let mut host = started(place, "h");
+    publish(&host, "w", "one");
+    let w = publish_view(&host, "w", "two");
+    publish(&host, "other", "one");
+    let layers = host.dir.join("state/layers");
+    let top = w["head"].as_array().unwrap().last().unwrap().as_str().unwrap()[7..].to_owned();
+    let blob = layers.join(&top).join("layer.tar.zst");
+    let good = fs::read(&blob).unwrap();
+    fs::write(&blob, [&good[..good.len() - 1], &[!good[good.len() - 1]]].concat()).unwrap();
+    let out = shell(&host, &(written(0).trim_end().to_owned() + " -o json"), "");
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(8), "{said}\n{}", host.log());
+    assert!(said.contains("partial") && said.contains(&top), "{said}");
+    let made: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!((made["layers"].as_u64(), made["left_out"].as_array().unwrap().len()), (Some(2), 1));
+    let note = fs::read_to_string(backup_of(&host).join("backup.json")).unwrap();
+    let note: Value = serde_json::from_str(&note).unwrap();
+    assert_eq!(note["left_out"], made["left_out"]);
+    assert!(note["left_out"][0]["layer"].as_str().unwrap().ends_with(&top), "{note:#}");
+    let there = names_in(&backup_of(&host).join("layers"));
+    assert!(there.len() == 2 && !there.contains(&top), "{there:?}");
+    // Whoever met it first told it.
+    let told = host.must(&["evidence", "show"]);
+    let told = told.as_array().unwrap().iter().filter(|e| e["kind"] == "layer_damaged");
+    assert_eq!((told.count(), host.metric("layers_damaged")), (1, 1));
+    // One that is not there at all is left out as well, and no other note is believed.
+    fs::remove_dir_all(layers.join(&top)).unwrap();
+    let other = written(0).replace("$BACKUP", "$BACKUP-2");
+    not_done(&host, &other, 8, &top);
+    host.kill_agent();
+    let strange = host.dir.join("backup-2/backup.json");
+    let text = fs::read_to_string(&strange).unwrap();
+    let zeros = "0".repeat(64);
+    fs::write(
+        &strange,
+        text.replacen(
+            &format!("\"layer\": \"sha256:{top}"),
+            &format!("\"layer\": \"sha256:{zeros}"),
+            1,
+        ),
+    )
+    .unwrap();
+    not_done(&host, &written(1).replace("$BACKUP", "$BACKUP-2"), 1, "none of its own");
+    // Put back, everything else works, and what is missing is named again.
+    not_done(&host, &written(1), 8, &top);
+    assert!(host.start(None), "{}", host.log());
+    for (name, generation) in [("w", 2), ("other", 1)] {
+        if !hold_of(&host, name).is_empty() {
+            repair(&host, name, generation);
+        }
+    }
+    publish(&host, "other", "two");
+    let (code, said) = host.ask(&["session", "open", "-w", "w"]);
+    assert_eq!(code, 4, "{said:#}");
+    host.must(&["workspace", "revert", "-w", "w", "--to", "1"]);
+    publish(&host, "w", "three");
+}
+
+fn publish_view(host: &Host, workspace: &str, file: &str) -> Value {
+    publish(host, workspace, file);
+    host.must(&["workspace", "status", workspace])
 }
 
 /// The points that a command comes to after the agent's start.
@@ -345,7 +505,13 @@ fn killed_restoring(place: &Place) {
     let log = counting.dir.join("points");
     assert!(shell(&counting, &written(1), &format!("log={}", log.display())).status.success());
     let told = fs::read_to_string(&log).unwrap();
-    for name in ["upper.layer.rename.before", "store.restore.before", "store.set_aside.before"] {
+    for name in [
+        "upper.layer.rename.before",
+        "store.restore_record.before",
+        "store.restore.before",
+        "store.turn.before",
+        "store.set_aside.before",
+    ] {
         assert!(told.contains(name), "{told}");
     }
     let decided = told.lines().position(|line| line.ends_with("store.restore.after")).unwrap() + 1;
@@ -357,12 +523,16 @@ fn killed_restoring(place: &Place) {
         let w = host.must(&["workspace", "status", "w"]);
         let expected = if hit < decided { (2, true) } else { (1, false) };
         assert_eq!((w["version"].as_u64().unwrap(), w["hold"].is_null()), expected, "{hit} {w:#}");
+        assert_eq!(verified(&host)["restores"].as_array().unwrap().is_empty(), hit < decided);
         host.kill_agent();
         // Done again, it is done; and nothing is believed that is older than what was seen.
         done(&host, &written(1));
         assert!(host.start(None), "{hit}: {}", host.log());
         assert!(hold_of(&host, "w").contains("generation 1, but 2 was seen"), "{hit}");
         repair(&host, "w", 2);
+        let report = verified(&host);
+        let last = report["restores"].as_array().unwrap().last();
+        assert!(last.is_some_and(|one| one["entry"].as_u64() > Some(0)), "{hit}: {report:#}");
         assert_eq!(host.must(&["workspace", "verify", "-w", "w"])["ok"], true);
         assert_eq!(publish(&host, "w", "three"), 3, "{hit}");
         host.stop();

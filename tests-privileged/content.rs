@@ -14,16 +14,18 @@ use sha2::{Digest as _, Sha256};
 use crate::agent_process::{Host, id_of, path_of};
 use crate::host::{Place, Test, paced_ttl};
 
+mod damage;
+
 pub fn tests() -> Vec<Test> {
-    vec![
+    let here = vec![
         Test { name: "an_image_and_a_directory_become_first_layers", run: imported },
         Test { name: "hostile_images_are_refused_and_leave_nothing", run: hostile },
         Test { name: "i1_a_revert_is_a_publication_under_a_lease", run: reverted },
         Test { name: "i8_a_revert_survives_a_kill_at_every_effect", run: killed },
         Test { name: "a_live_checkpoint_freezes_nobody_and_is_of_one_moment", run: live },
-        Test { name: "damage_is_named_and_never_mounted", run: damaged },
-        Test { name: "damage_is_found_before_it_is_needed", run: scrubbed },
-    ]
+        Test { name: "a_version_whose_layers_went_names_those_that_are_left", run: not_kept },
+    ];
+    here.into_iter().chain(damage::tests()).collect()
 }
 
 fn started(place: &Place, name: &str) -> Host {
@@ -329,6 +331,18 @@ fn reverted(place: &Place) {
     assert_eq!((&w["version"], &w["head"]), (&4.into(), &first["head"]), "{w:#}");
     assert_eq!((&w["generation"], &w["may_publish"]), (&5.into(), &false.into()), "{w:#}");
     assert_ne!(third["head"], first["head"]);
+    // The history says what it was, in both forms.
+    let told = host.must(&["workspace", "history", "w"]);
+    let published: Vec<_> =
+        told.as_array().unwrap().iter().filter(|row| row["kind"] == "published").collect();
+    assert_eq!(published[0]["reverts_to"], 1, "{told:#}");
+    assert!(published[1..].iter().all(|row| row["reverts_to"].is_null()), "{told:#}");
+    let out = Command::new(&host.binary)
+        .args(["workspace", "history", "w"])
+        .env("OVERFENCE_SOCKET", host.dir.join("run/overfence.sock"))
+        .output();
+    let table = String::from_utf8(out.unwrap().stdout).unwrap();
+    assert_eq!(table.matches("a revert to version 1").count(), 1, "{table}");
     // Whoever wrote on version 3 does not come back onto another head.
     let said = refused(&host, 4, &["readmit", &id, "--authorised-by", "ann", "--reason", "x"]);
     assert!(said.contains("head_moved"), "{said}");
@@ -346,6 +360,37 @@ fn reverted(place: &Place) {
     let reasons = told.as_array().unwrap().iter().filter(|e| e["detail"]["reverts_to"] == 1);
     assert_eq!(reasons.count(), 1, "who did it and why is in the evidence");
     host.must(&["preserved", "discard", &id, "--yes"]);
+}
+
+fn not_kept(place: &Place) {
+    let host = started(place, "h");
+    publish(&host, "one");
+    let opened = host.open("w", &paced_ttl(60));
+    let (id, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    // Each of these replaces the session's own layer by another.
+    for n in 2..=14 {
+        fs::write(merged.join("file"), n.to_string()).unwrap();
+        host.must(&["session", "checkpoint", &id]);
+    }
+    host.must(&["session", "close", &id]);
+    assert_eq!(host.must(&["workspace", "status", "w"])["version"], 14);
+    let revert = |to| ["workspace", "revert", "-w", "w", "--to", to];
+    // Until somebody collects it is there.
+    host.must(&revert("2"));
+    host.must(&["gc"]);
+    let said = refused(&host, 4, &revert("3"));
+    assert!(said.contains("version_not_kept") && said.contains("last 10 versions"), "{said}");
+    assert!(said.contains("can be reverted to: 0-2, 6-14\n"), "{said}");
+    let answer = host.http("POST", "/v1/workspaces/w/revert", r#"{"to":4,"reason":""}"#);
+    assert_eq!(answer.status, 409, "{}", answer.body);
+    assert!(answer.body.contains("\"version_not_kept\""), "{}", answer.body);
+    let told = host.must(&["evidence", "show"]);
+    assert!(!told.as_array().unwrap().iter().any(|e| e["kind"] == "layer_damaged"), "{told:#}");
+    host.must(&revert("6"));
+    let opened = host.open("w", &paced_ttl(60));
+    let merged = path_of(&opened["session"], "merged");
+    assert_eq!(fs::read_to_string(merged.join("file")).unwrap(), "6");
+    host.must(&["session", "close", &id_of(&opened)]);
 }
 
 fn killed(place: &Place) {
@@ -386,102 +431,4 @@ fn killed(place: &Place) {
         assert_eq!(host.must(&["evidence", "verify"])["ok"], true, "{hit}");
     }
     eprintln!("killed and recovered at {} points", points - before);
-}
-
-fn scrubbed(place: &Place) {
-    let mut host = Host::new(place, "h");
-    let text = fs::read_to_string(&host.config).unwrap() + "[preserve]\nscrub = \"1s\"\n";
-    fs::write(&host.config, text).unwrap();
-    assert!(host.start(None), "{}", host.log());
-    publish(&host, "one");
-    let w = publish(&host, "two");
-    let top = w["head"][1].as_str().unwrap().strip_prefix("sha256:").unwrap().to_owned();
-    let blob = host.dir.join("state/layers").join(&top).join("layer.tar.zst");
-    let found = || -> Vec<Value> {
-        let told = host.must(&["evidence", "show"]);
-        let all = told.as_array().unwrap().iter().filter(|e| e["kind"] == "layer_damaged");
-        all.cloned().collect()
-    };
-    let gauge = |n: u32| {
-        let line = format!("overfence_layers_damaged {n}");
-        host.http("GET", "/metrics", "").body.lines().any(|told| told == line)
-    };
-    assert!(gauge(0));
-    let good = fs::read(&blob).unwrap();
-    fs::write(&blob, &good[..good.len() - 1]).unwrap();
-    let wait = |what: &str, fits: &dyn Fn() -> bool| {
-        let begun = std::time::Instant::now();
-        while !fits() {
-            let limit = crate::host::paced(std::time::Duration::from_secs(30));
-            assert!(begun.elapsed() < limit, "{what}: {}", host.log());
-            std::thread::sleep(std::time::Duration::from_millis(50));
-        }
-    };
-    wait("it is found", &|| gauge(1));
-    wait("it is told", &|| !found().is_empty());
-    assert!(found()[0]["detail"]["layer"].as_str().unwrap().contains(&top));
-    assert_eq!(found()[0]["detail"]["heads"], json!(["w"]));
-    let said = refused(&host, 1, &["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]);
-    assert!(said.contains("damaged") && said.contains(&top), "{said}");
-    // Brought back, it is found whole by itself; and damage was told once.
-    fs::write(&blob, &good).unwrap();
-    wait("it is whole again", &|| gauge(0));
-    assert_eq!(found().len(), 1);
-    assert_eq!(seen(&host, "w"), names(&["one", "two"]));
-}
-
-fn damaged(place: &Place) {
-    let host = started(place, "h");
-    publish(&host, "one");
-    let w = publish(&host, "two");
-    let verify = ["workspace", "verify", "-w", "w"];
-    let report = host.must(&verify);
-    assert_eq!(report["ok"], true);
-    // The newest was never mounted: only its file is there to read.
-    assert_eq!(
-        (&report["layers"][0]["unpacked"], &report["layers"][1]["unpacked"]),
-        (&true.into(), &false.into())
-    );
-    assert_eq!(seen(&host, "w"), names(&["one", "two"]));
-    assert_eq!(host.must(&verify)["layers"][1]["unpacked"], true);
-    let top = w["head"][1].as_str().unwrap().strip_prefix("sha256:").unwrap().to_owned();
-    let place = host.dir.join("state/layers").join(&top);
-    let flip = |path: &Path| {
-        let mut bytes = fs::read(path).unwrap();
-        let middle = bytes.len() / 2;
-        bytes[middle] ^= 1;
-        fs::write(path, bytes).unwrap();
-    };
-    for damaged in [place.join("layer.tar.zst"), place.join("tree/two")] {
-        let good = fs::metadata(&damaged).unwrap().modified().unwrap();
-        flip(&damaged);
-        let out = host.run(&verify);
-        let said = String::from_utf8(out.stderr).unwrap();
-        assert_eq!(out.status.code(), Some(1), "{said}");
-        assert!(said.contains("layer_damaged"), "{said}");
-        let report: Value = serde_json::from_slice(&out.stdout).unwrap();
-        assert_eq!((&report["ok"], &report["layers"][0]["fault"]), (&false.into(), &Value::Null));
-        assert!(report["layers"][1]["layer"].as_str().unwrap().contains(&top), "{report:#}");
-        assert!(!report["layers"][1]["fault"].is_null(), "{report:#}");
-        let said = refused(&host, 1, &["session", "open", "-w", "w", "--ttl", &paced_ttl(60)]);
-        assert!(said.contains("damaged") && said.contains(&top), "{said}");
-        let revert = ["workspace", "revert", "-w", "w", "--to", "1"];
-        assert_eq!(host.ask(&revert).0, 0, "a version without it can be published again");
-        assert_eq!(seen(&host, "w"), names(&["one"]));
-        let said = refused(&host, 1, &["workspace", "revert", "-w", "w", "--to", "2"]);
-        assert!(said.contains("damaged"), "{said}");
-        // Brought back, time and all, and the mark taken off, as OPERATIONS.md says.
-        flip(&damaged);
-        let file = fs::File::options().write(true).open(&damaged).unwrap();
-        file.set_modified(good).unwrap();
-        fs::remove_file(place.join("damaged")).unwrap();
-        host.must(&["workspace", "revert", "-w", "w", "--to", "2"]);
-        assert_eq!(host.must(&verify)["ok"], true);
-        assert_eq!(seen(&host, "w"), names(&["one", "two"]));
-    }
-    fs::remove_dir_all(&place).unwrap();
-    let report: Value = serde_json::from_slice(&host.run(&verify).stdout).unwrap();
-    assert!(
-        report["layers"][1]["fault"].as_str().unwrap().contains("not in this host's layer store")
-    );
 }

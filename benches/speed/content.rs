@@ -104,6 +104,7 @@ fn commit(dir: &Path) {
             // The same few, as a session replaces its own.
             layer: Digest([u8::try_from(n % 200).unwrap(); 32]),
             whole: None,
+            reverts_to: None,
         };
         let begun = Instant::now();
         at = authority.publish(&wish, no_rider()).unwrap().unwrap();

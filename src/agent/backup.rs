@@ -9,6 +9,9 @@
 //! └── layers/          as in the state directory, without trees
 //! ```
 //!
+//! A layer that is damaged on the host, or missing, is left out: the note names it, and so does whoever
+//! restores it.
+//!
 //! Not in it: high-water marks and anchors, which notice that an old database came back; uncommitted
 //! bytes; bundles.
 
@@ -19,14 +22,15 @@ use rustix::fs::{CWD, RenameFlags};
 use serde::{Deserialize, Serialize};
 
 use super::effects::text;
-use super::failure::Failure;
+use super::failure::{Caller, Failure};
 use super::host::Host;
 use crate::config::Config;
 use crate::failpoint;
+use crate::kernel::clock;
 use crate::model::code::Code;
 use crate::model::head::Digest;
 use crate::model::journal::{Draft, Journal};
-use crate::model::view::{BackupView, PathText, RestoredView};
+use crate::model::view::{BackupView, LeftOut, PathText, RestoredView};
 use crate::store::{Copied, Durability, Error as Fault, Vacant};
 use crate::upper::store::LayerStore;
 use crate::upper::{Error as Spoilt, Stop, remove};
@@ -41,9 +45,21 @@ struct Note {
     time: String,
     bytes: u64,
     copied: Copied,
+    /// Of the layers that the copy names, those that are not in it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    left_out: Vec<LeftOut>,
 }
 
 impl Note {
+    /// The layers that are in it.
+    fn layers(&self) -> impl Iterator<Item = &Digest> {
+        self.copied.layers.iter().filter(|layer| self.lacks(**layer).is_none())
+    }
+
+    fn lacks(&self, layer: Digest) -> Option<&LeftOut> {
+        self.left_out.iter().find(|one| one.layer == layer)
+    }
+
     fn view(self, path: &Path) -> BackupView {
         BackupView {
             path: PathText::of(path),
@@ -51,9 +67,10 @@ impl Note {
             time: self.time,
             entries: self.copied.entries,
             database: self.copied.database,
-            layers: self.copied.layers.len() as u64,
+            layers: (self.copied.layers.len() - self.left_out.len()) as u64,
             bytes: self.bytes,
             keys: self.copied.keys,
+            left_out: self.left_out,
         }
     }
 }
@@ -137,14 +154,14 @@ impl Host {
         let stop = || self.stopping();
         let copied = self.store.copy_into(dir, keys).map_err(refused)?;
         let layers = LayerStore::open(&dir.join(LAYERS)).map_err(of_upper)?;
-        let mut bytes = 0;
+        let (mut bytes, mut left_out) = (0, Vec::new());
         for layer in &copied.layers {
-            bytes += layers
-                .copy_from(&self.layers, *layer, &stop)
-                .map_err(of_layer(layer))?
-                .size_compressed;
+            match layers.copy_from(&self.layers, *layer, &stop) {
+                Ok(info) => bytes += info.size_compressed,
+                Err(fault) => left_out.push(self.spoilt(*layer, fault)?),
+            }
         }
-        let note = Note { time: jiff::Timestamp::now().to_string(), bytes, copied };
+        let note = Note { time: jiff::Timestamp::now().to_string(), bytes, copied, left_out };
         let (path, encoded) = (dir.join(NOTE), serde_json::to_vec_pretty(&note));
         let encoded = encoded.map_err(refused)?;
         let mut options = std::fs::OpenOptions::new();
@@ -156,6 +173,28 @@ impl Host {
         })
         .map_err(at("write", &path))?;
         Ok(note)
+    }
+}
+
+impl Host {
+    /// A layer that could not be copied: if it is not whole here it is left out, else the copy failed.
+    fn spoilt(&self, layer: Digest, fault: Spoilt) -> Result<LeftOut, Failure> {
+        if matches!(fault, Spoilt::Stopped) {
+            return Err(of_upper(fault));
+        }
+        match self.layers.check(layer, &|| self.stopping()) {
+            Ok(_) => Err(of_layer(&layer)(fault)),
+            Err(found @ (Spoilt::Damaged { .. } | Spoilt::NoLayer(_))) => {
+                let why = match &found {
+                    Spoilt::Damaged { why, .. } => why.clone(),
+                    _ => "it is not in the layer store".to_owned(),
+                };
+                self.of_layers(found);
+                tracing::warn!("the backup lacks layer {layer}: {why}");
+                Ok(LeftOut { layer, why })
+            }
+            Err(found) => Err(of_layer(&layer)(found)),
+        }
     }
 }
 
@@ -184,11 +223,14 @@ fn read(from: &Path, stop: Stop<'_>) -> Result<Note, Failure> {
     if found != note.copied {
         return Err(bad("it does not say what is in the backup".to_owned()));
     }
+    if let Some(strange) = note.left_out.iter().find(|one| !found.layers.contains(&one.layer)) {
+        return Err(bad(format!("layer {}, which it lacks, is none of its own", strange.layer)));
+    }
     let layers = from.join(LAYERS);
-    if !found.layers.is_empty() && !layers.exists() {
+    if note.layers().next().is_some() && !layers.exists() {
         return Err(bad(format!("{} is not there", layers.display())));
     }
-    for layer in &found.layers {
+    for layer in note.layers() {
         LayerStore::open(&layers)
             .and_then(|all| all.check(*layer, stop))
             .map_err(of_layer(layer))?;
@@ -198,7 +240,7 @@ fn read(from: &Path, stop: Stop<'_>) -> Result<Note, Failure> {
 
 /// Puts a backup in the place of the database that `config` names, and the layers that are missing
 /// beside it. No agent may run. No generation goes down: the next start compares what came back with
-/// the marks and anchors that are there.
+/// the marks and anchors that are there. Who did it is the last entry of its evidence.
 pub fn restore(config: &Config, from: &Path) -> Result<RestoredView, Failure> {
     let paths = super::paths::of_store(config);
     let never = || false;
@@ -209,18 +251,38 @@ pub fn restore(config: &Config, from: &Path) -> Result<RestoredView, Failure> {
     })?;
     let layers = LayerStore::open(&paths.state.join(LAYERS)).map_err(of_upper)?;
     let there = LayerStore::open(&from.join(LAYERS)).map_err(of_upper)?;
-    let mut layers_added = 0;
+    let (mut layers_added, mut missing) = (0, Vec::new());
     for layer in &note.copied.layers {
-        if matches!(layers.info(*layer), Err(Spoilt::NoLayer(_))) {
+        if let Some(left_out) = note.lacks(*layer) {
+            if layers.check(*layer, &never).is_err() {
+                missing.push(left_out.clone());
+            }
+        } else if matches!(layers.info(*layer), Err(Spoilt::NoLayer(_))) {
             layers.copy_from(&there, *layer, &never).map_err(of_layer(layer))?;
             layers_added += 1;
         }
     }
-    let done = vacant.restore(from, &note.copied).map_err(refused)?;
+    let told = Draft {
+        kind: "restore".to_owned(),
+        workspace: None,
+        session: None,
+        generation: None,
+        actor: Caller::own().to_string(),
+        detail: serde_json::json!({
+            "from": PathText::of(from),
+            "taken_at": note.time,
+            "host": note.copied.host,
+            "entries": note.copied.entries,
+            "missing": missing.iter().map(|one| one.layer).collect::<Vec<_>>(),
+        }),
+    };
+    let now = clock::instant().map_err(refused)?;
+    let done = vacant.restore(from, &note.copied, &told, now).map_err(refused)?;
     Ok(RestoredView {
         backup: note.view(from),
         replaced: done.replaced.as_deref().map(PathText::of),
         layers_added,
         held: done.held,
+        missing,
     })
 }

@@ -67,6 +67,22 @@ impl std::fmt::Display for Caller {
 }
 
 impl Caller {
+    /// Who runs this process, for what is done without an agent.
+    pub fn own() -> Self {
+        let (uid, gid) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+        Self::of(uid, gid, std::process::id())
+    }
+
+    /// A process with these ids. Its login uid is read from `/proc` and is for the record only, for
+    /// the process may have gone since.
+    pub fn of(uid: u32, gid: u32, pid: u32) -> Self {
+        let login_uid = std::fs::read_to_string(format!("/proc/{pid}/loginuid"))
+            .ok()
+            .and_then(|text| text.trim().parse().ok())
+            .filter(|&uid| uid != u32::MAX);
+        Self { uid, gid, pid, login_uid }
+    }
+
     /// The caller's user name, or `uid-N`: who owns what they ask for without saying whose it is.
     pub fn owner(&self) -> String {
         nix::unistd::User::from_uid(self.uid.into())

@@ -543,9 +543,10 @@ impl Host {
         if at.head.0.is_empty() {
             return Ok(vec![self.paths.empty.clone()]);
         }
-        self.layers
-            .lowers(&at.head.0, &|| self.stopping())
-            .map_err(|e| Failure::new(Code::MountFailed, text(e)))
+        self.layers.lowers(&at.head.0, &|| self.stopping()).map_err(|fault| match fault.code() {
+            Code::LayerDamaged => self.of_layers(fault),
+            _ => Failure::new(Code::MountFailed, text(fault)),
+        })
     }
 
     /// The root of the merged tree: as the topmost layer has it, or the workload's own in an empty

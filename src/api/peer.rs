@@ -61,19 +61,14 @@ pub fn rights(uid: u32, groups: &[u32], roster: &Roster) -> Rights {
     }
 }
 
-/// The peer's credentials (SO_PEERCRED: those at its `connect`). The login uid is read from
-/// `/proc` and is for the record only, for the process may have gone since.
+/// The peer's credentials (SO_PEERCRED: those at its `connect`).
 ///
 /// # Errors
 /// The kernel does not say.
 pub(super) fn caller(stream: &UnixStream) -> std::io::Result<Caller> {
     let peer = stream.peer_cred()?;
     let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
-    let login_uid = std::fs::read_to_string(format!("/proc/{pid}/loginuid"))
-        .ok()
-        .and_then(|text| text.trim().parse().ok())
-        .filter(|&uid| uid != u32::MAX);
-    Ok(Caller { uid: peer.uid(), gid: peer.gid(), pid, login_uid })
+    Ok(Caller::of(peer.uid(), peer.gid(), pid))
 }
 
 /// The groups of a user in the host's database, with `gid`. Asked by uid: what `/proc` says of a

@@ -155,6 +155,9 @@ pub enum Happening {
         layer: Digest,
         /// What it made.
         at: HeadAt,
+        /// It was a revert: the version whose head came back.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        reverts_to: Option<Version>,
     },
     /// An acquisition, a publication or an external request was refused.
     Refused {

@@ -366,6 +366,7 @@ mod tests {
             key: one,
             layer: Digest([1; 32]),
             whole: None,
+            reverts_to: None,
         };
         assert_eq!(authority.publish(&wish, no_rider()).unwrap().unwrap(), at);
         let other = Publish { layer: Digest([2; 32]), ..wish };
@@ -457,6 +458,7 @@ mod tests {
             key,
             layer: Digest([1; 32]),
             whole: None,
+            reverts_to: None,
         };
         let refusal = host.authority.publish(&wish, no_rider()).unwrap().unwrap_err();
         assert_eq!(refusal.code, Code::WorkspaceHeld);

@@ -208,6 +208,7 @@ fn publish(rows: &mut dyn Rows, wish: &Publish) -> Outcome<HeadAt> {
                     key: wish.key,
                     layer: wish.layer,
                     at: at.clone(),
+                    reverts_to: wish.reverts_to,
                 },
             )?;
         }

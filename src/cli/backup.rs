@@ -8,7 +8,8 @@ use super::context::Context;
 use super::daemons::Daemon;
 use super::{parse, table};
 use crate::agent::failure::Failure;
-use crate::model::view::{BackupHost, BackupView, RestoredView};
+use crate::model::code::Code;
+use crate::model::view::{BackupHost, BackupView, LeftOut, RestoredView};
 
 /// `backup`
 #[derive(Debug, Args)]
@@ -37,7 +38,27 @@ pub struct Restore {
 pub(super) fn backup(context: &Context, wish: &Backup) -> Result<(), Failure> {
     let body = BackupHost { dest: parse::path_text(&wish.dest)?, keys: wish.with_keys };
     let made: BackupView = context.client()?.post("/v1/backup", &body)?;
-    context.show(&made, |made| table::facts(facts("backup", made)))
+    context.show(&made, |made| table::facts(facts("backup", made)))?;
+    partial(
+        &made.left_out,
+        "the backup is whole but for",
+        "Bring them back from another copy, or revert to versions without them, and take another",
+    )
+}
+
+/// Layers that are nowhere, as a failure.
+fn partial(lacking: &[LeftOut], what: &str, then: &str) -> Result<(), Failure> {
+    if lacking.is_empty() {
+        return Ok(());
+    }
+    let named: Vec<_> = lacking.iter().map(|one| format!("{} ({})", one.layer, one.why)).collect();
+    let text = format!(
+        "{what} {} layer(s), damaged or missing: {}. {then}; the evidence (`layer_damaged`) names the \
+         workspaces",
+        named.len(),
+        named.join("; ")
+    );
+    Err(Failure::new(Code::Partial, text))
 }
 
 fn facts(what: &'static str, made: &BackupView) -> Vec<(&'static str, Option<String>)> {
@@ -49,6 +70,7 @@ fn facts(what: &'static str, made: &BackupView) -> Vec<(&'static str, Option<Str
         ("evidence", Some(format!("up to entry {}", made.entries))),
         ("database", Some(made.database.to_string())),
         ("layers", Some(layers)),
+        ("left out", (!made.left_out.is_empty()).then(|| made.left_out.len().to_string())),
         ("keys", Some(if made.keys { "in it" } else { "not in it" }.into())),
     ]
 }
@@ -71,5 +93,10 @@ pub(super) fn restore(context: &Context, wish: &Restore) -> Result<(), Failure> 
             ("put on hold", (done.held > 0).then(|| done.held.to_string())),
         ]);
         table::facts(all)
-    })
+    })?;
+    partial(
+        &done.missing,
+        "the database is put back, and lacks",
+        "Workspaces that need them are not mounted: bring them back from another copy, or revert",
+    )
 }

@@ -152,8 +152,22 @@ fn verified(report: &EvidenceReport) -> String {
         ("head", report.head.map(|head| head.to_string())),
         ("anchors", Some(report.anchors.to_string())),
         ("newest anchor", report.newest_anchor.map(|seq| format!("entry {seq}"))),
+        ("restored", restored(report)),
         ("fault", report.fault.clone()),
     ])
+}
+
+/// Where the chain goes on from backups.
+fn restored(report: &EvidenceReport) -> Option<String> {
+    let told = report.restores.iter().map(|one| {
+        format!("goes on from a backup at entry {} ({})", one.entry, table::second(&one.time))
+    });
+    let mut told: Vec<_> = told.collect();
+    if report.anchors_set_aside > 0 {
+        let n = report.anchors_set_aside;
+        told.push(format!("{n} anchor(s) of what was replaced are set aside"));
+    }
+    (!told.is_empty()).then(|| told.join("; "))
 }
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ pub(super) struct About {
 }
 
 /// Does it.
-pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
+pub(super) fn main(context: &Context, verb: Verb) -> Result<u8, Failure> {
     let client = context.client()?;
     match verb {
         Verb::Create(Create { workspace, about }) => {
@@ -110,11 +110,12 @@ pub(super) fn main(context: &Context, verb: Verb) -> Result<(), Failure> {
         }
         Verb::Import(wish) => content::import(context, &client, wish),
         Verb::Revert(wish) => content::revert(context, &client, wish),
-        Verb::Verify(wish) => content::verify(context, &client, wish),
+        Verb::Verify(wish) => return content::verify(context, &client, wish),
         Verb::Hold(wish) => hold::hold(context, &client, wish),
         Verb::Repair(wish) => hold::repair(context, &client, wish),
         Verb::Delete(wish) => hold::delete(context, &client, wish),
-    }
+    }?;
+    Ok(0)
 }
 
 fn list(all: &[WorkspaceView]) -> String {
@@ -172,7 +173,10 @@ fn history(rows: &[HistoryView]) -> String {
         rows.iter().map(|row| {
             [
                 table::ago(&row.at),
-                row.kind.clone(),
+                match row.reverts_to {
+                    Some(version) => format!("{}, a revert to version {version}", row.kind),
+                    None => row.kind.clone(),
+                },
                 row.generation.to_string(),
                 table::or_dash(row.session.clone()),
                 words(&row.kind, &row.detail),

@@ -88,7 +88,8 @@ codes! {
     AboveWatermark "above_watermark" 503 1 "The host is above a watermark of `[open]`, min_free or max_sessions: no session is opened until there is room.";
     MountFailed "mount_failed" 500 1 "The overlay could not be mounted.";
     ImageRefused "image_refused" 422 1 "The image is damaged or hostile, or not in a form that is taken; nothing was imported.";
-    LayerDamaged "layer_damaged" 500 1 "A layer is not what its name says; it is not mounted.";
+    LayerDamaged "layer_damaged" 409 4 "A layer is damaged or missing: what needs it is not mounted, reverted to or captured.";
+    VersionNotKept "version_not_kept" 409 4 "Layers of that version were removed: a workspace keeps those of its last ten versions.";
     BackupRefused "backup_refused" 422 1 "The backup cannot be made or put back so; nothing in place was changed.";
     BundleInvalid "bundle_invalid" 422 1 "The bundle does not verify.";
     Internal "internal" 500 1 "An unexpected failure; the message says where.";

@@ -19,8 +19,8 @@ use super::lease::HolderKind;
 pub use diff::{Aspect, Change, DiffLine, DiffRow, DiffSummary, FileKind, Mark, Told};
 pub use host::{
     BackupHost, BackupView, BreakerView, DrainHost, Drained, EvidenceReport, ExportSession,
-    Exported, GcItem, GcReport, KeepSession, PreservedView, ResetBreaker, RestoredView, SpaceView,
-    StatusView,
+    Exported, GcItem, GcReport, KeepSession, LeftOut, PreservedView, ResetBreaker, RestoredChain,
+    RestoredView, SpaceView, StatusView,
 };
 pub use ledger::{
     AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,
@@ -200,6 +200,9 @@ pub struct HistoryView {
     pub generation: u64,
     /// Session concerned.
     pub session: Option<String>,
+    /// Of a publication that was a revert, the version whose layers it published once more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reverts_to: Option<u64>,
     /// Everything else.
     #[schema(value_type = Object)]
     pub detail: serde_json::Value,

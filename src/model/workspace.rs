@@ -238,6 +238,9 @@ pub struct Publish {
     /// A whole head in the place of one layer more: an earlier one comes back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub whole: Option<Head>,
+    /// Of a whole head, which version had it: for the history, and no part of any rule.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reverts_to: Option<Version>,
 }
 
 impl Publish {
@@ -259,6 +262,7 @@ impl Publish {
             key,
             layer,
             whole: None,
+            reverts_to: None,
         }
     }
 }

@@ -7,12 +7,14 @@
 //!
 //! <state>/
 //! ├── overfence.db.new        being copied from a backup; rubbish after a crash
-//! ├── overfence.db.restored   whole and durable: the next start puts it in the database's place
+//! ├── overfence.db.restored   whole and durable, with the record of the restore and the line for the
+//! │                           anchors: the next start puts both in their place
 //! └── replaced-<time>/        the database that was there
 //! ```
 //!
 //! High-water marks and anchors are in no backup: they are what notices that an old one came back.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -21,20 +23,26 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
+use super::anchors::{self, Anchors};
 use super::error::Error;
 use super::files;
 use super::keys::Keys;
 use super::marks::Marks;
+use super::records::Tx;
 use super::schema;
 use super::store::{Paths, Store, take_lock};
 use crate::failpoint;
 use crate::model::head::{Digest, HeadAt};
 use crate::model::ids::WorkspaceId;
+use crate::model::journal::Draft;
+use crate::model::time::BootInstant;
 use crate::model::workspace::{KEPT, Workspace};
 
 const DATABASE: &str = "overfence.db";
 const NEW: &str = "overfence.db.new";
 const RESTORED: &str = "overfence.db.restored";
+/// In the table `meta` of a restored database: the line for the anchors that its restore made.
+const TURN: &str = "turn";
 const KEYS: [&str; 2] = ["record.key", "ticket.key"];
 
 /// What a copy of the database is, as it is read out of the copy.
@@ -239,23 +247,30 @@ impl<'a> Vacant<'a> {
         files::make_dir(&paths.state)?;
         let lock = take_lock(&paths.state.join("lock"))?;
         // An earlier restore comes to its end first.
-        finish(&paths.state)?;
+        finish(paths)?;
         Ok(Self { paths, _lock: lock })
     }
 
-    /// Puts a copy that was read in the place of the database, which is kept beside it. Marks, anchors
-    /// and keys that are there stay as they are: no generation goes down, since the next start
-    /// compares. Where marks or anchors are missing every workspace is put on HOLD in new ones.
+    /// Puts a copy that was read in the place of the database, which is kept beside it, and `told` at
+    /// the end of its evidence. Marks, anchors and keys that are there stay as they are: no generation
+    /// goes down, since the next start compares. The anchors get one line more, from which on they speak
+    /// of this chain. Where marks or anchors are missing every workspace is put on HOLD in new ones.
     ///
     /// Nothing is changed for good before the one rename that decides; a crash after it is finished by
     /// whoever comes next.
     ///
     /// # Errors
     /// A key is missing or another's, or something could not be written: the database is as it was.
-    pub fn restore(self, from: &Path, copied: &Copied) -> Result<Restored, Error> {
+    pub fn restore(
+        self,
+        from: &Path,
+        copied: &Copied,
+        told: &Draft,
+        now: BootInstant,
+    ) -> Result<Restored, Error> {
         let there = |path: &Path| path.try_exists().map_err(Error::io("look for", path));
         let blind = !there(&self.paths.high_water)? || !there(&self.paths.anchors)?;
-        self.keys(from, copied)?;
+        let keys = self.keys(from, copied)?;
         let held = if blind { self.hold_all(from)? } else { 0 };
         let (new, ready) = (self.paths.state.join(NEW), self.paths.state.join(RESTORED));
         std::fs::copy(from.join(DATABASE), &new).map_err(Error::io("copy to", &new))?;
@@ -266,15 +281,35 @@ impl<'a> Vacant<'a> {
         if found != copied.database {
             return Err(bad(&new, format!("it came back as {found}, not {}", copied.database)));
         }
+        failpoint::hit("store.restore_record.before");
+        self.tell(&new, &keys, told, now)?;
+        settle(&new)?;
+        failpoint::hit("store.restore_record.after");
         failpoint::hit("store.restore.before");
         std::fs::rename(&new, &ready).map_err(Error::io("rename to", &ready))?;
         files::sync_parent(&ready)?;
         failpoint::hit("store.restore.after");
-        Ok(Restored { replaced: finish(&self.paths.state)?, held })
+        Ok(Restored { replaced: finish(self.paths)?, held })
+    }
+
+    /// Writes who puts the copy back into the copy, with the line for the anchors: they are there with
+    /// it or not at all.
+    fn tell(&self, copy: &Path, keys: &Keys, told: &Draft, now: BootInstant) -> Result<(), Error> {
+        let anchors = Anchors::open(&self.paths.anchors, false, keys.ticket.public())?;
+        let mut conn = Connection::open(copy).map_err(Error::sql("open"))?;
+        // What a crash leaves of it is rubbish: no log may lie beside the next one.
+        conn.pragma_update(None, "journal_mode", "MEMORY").map_err(Error::sql("pragma"))?;
+        let whole = conn.transaction().map_err(Error::sql("begin"))?;
+        let tx = Tx { conn: &whole, now, key: &keys.record, appended: Cell::new(0) };
+        let against = anchors.against(&tx)?;
+        tx.append(told)?;
+        tx.set_meta(TURN, &anchors.turn(&keys.ticket, tx.evidence_head()?, against)?)?;
+        whole.commit().map_err(Error::sql("commit"))?;
+        conn.close().map_err(|(_, fault)| Error::sql("close")(fault))
     }
 
     /// The keys that are there have to be the copy's; those beside it fill an empty place.
-    fn keys(&self, from: &Path, copied: &Copied) -> Result<(), Error> {
+    fn keys(&self, from: &Path, copied: &Copied) -> Result<Keys, Error> {
         let (place, offered) = (&self.paths.keys, from.join("keys"));
         let missing: Vec<_> = KEYS.iter().filter(|name| !place.join(name).exists()).collect();
         if let Some(first) = missing.first() {
@@ -291,7 +326,9 @@ impl<'a> Vacant<'a> {
                 failpoint::hit("store.restore_key.after");
             }
         }
-        copied.fits(place, &Keys::open(place, false)?)
+        let keys = Keys::open(place, false)?;
+        copied.fits(place, &keys)?;
+        Ok(keys)
     }
 
     /// Marks every workspace of the copy as held here: the next start tells the authority.
@@ -323,14 +360,24 @@ pub struct Restored {
     pub held: u64,
 }
 
-/// Brings a restore that was decided to its end: the database that is there is moved aside with its
-/// log, which would be played into the other one, and the restored one takes its place.
-pub(super) fn finish(state: &Path) -> Result<Option<PathBuf>, Error> {
+/// Brings a restore that was decided to its end: the anchors get its line, the database that is there is
+/// moved aside with its log, which would be played into the other one, and the restored one takes its
+/// place.
+pub(super) fn finish(paths: &Paths) -> Result<Option<PathBuf>, Error> {
+    let state = &paths.state;
     let (ready, place) = (state.join(RESTORED), state.join(DATABASE));
     let made = match std::fs::metadata(&ready).and_then(|found| found.modified()) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         answer => answer.map_err(Error::io("look for", &ready))?,
     };
+    let turn: Option<String> = read_only(&ready)?
+        .query_row("SELECT value FROM meta WHERE key = ?", [TURN], |r| r.get(0))
+        .optional()
+        .map_err(Error::sql("read meta"))?;
+    if let Some(line) = turn {
+        let keys = Keys::open(&paths.keys, false)?;
+        anchors::write_turn(&paths.anchors, keys.ticket.public(), &line)?;
+    }
     // The same name however often a crash makes this begin anew.
     let made = jiff::Timestamp::try_from(made).map_err(|e| bad(&ready, e.to_string()))?;
     let aside = state.join(format!("replaced-{}", made.strftime("%Y%m%dT%H%M%S%6fZ")));

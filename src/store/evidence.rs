@@ -5,38 +5,22 @@
 //! The hash is SHA-256 over the entry's JSON text with sorted keys and without `hash`; the text is
 //! stored as it was hashed.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
-use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rusqlite::{OptionalExtension as _, Row};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use tokio::sync::watch;
 
+use super::anchors::Lineage;
+pub use super::anchors::{Anchor, Turn};
 use super::db::Durability;
 use super::error::Error;
-use super::files;
-use super::keys::{ANCHOR, PublicKey, TicketKey};
 use super::records::Tx;
 use super::store::Store;
-use crate::failpoint;
 use crate::model::head::Digest;
 use crate::model::ids::SessionId;
 use crate::model::journal::{Draft, Entry};
-
-/// A signed statement: the chain had this head.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Anchor {
-    /// Last entry then.
-    pub seq: u64,
-    /// Its hash.
-    pub hash: Digest,
-    /// When, RFC 3339.
-    pub time: String,
-}
 
 /// Where the chain is broken.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,6 +42,11 @@ pub struct Report {
     pub anchors: u64,
     /// The newest of them.
     pub newest_anchor: Option<Anchor>,
+    /// The anchors of the restores that the chain went through, oldest first: the entry of each is
+    /// its record, and what is before it came from a backup.
+    pub restores: Vec<Anchor>,
+    /// Anchors that speak of entries which a restore replaced.
+    pub set_aside: u64,
     /// The first thing that is wrong.
     pub fault: Option<Fault>,
 }
@@ -86,7 +75,7 @@ fn digest(body: &str) -> Digest {
 
 const FIRST: (u64, Digest) = (0, Digest([0; 32]));
 
-fn now_text() -> String {
+pub(super) fn now_text() -> String {
     jiff::Timestamp::now().to_string()
 }
 
@@ -122,6 +111,14 @@ impl Tx<'_> {
             why: e.to_string(),
         })?;
         Ok((seq, hash))
+    }
+
+    /// The hash of an entry, as it stands there.
+    pub(super) fn hash_at(&self, seq: u64) -> Result<Option<String>, Error> {
+        self.conn
+            .prepare_cached("SELECT hash FROM evidence WHERE seq = ?")
+            .and_then(|mut s| s.query_row([seq.cast_signed()], |r| r.get(0)).optional())
+            .map_err(Error::sql("read evidence"))
     }
 
     /// Appends an entry. The head is read from the table, so that an append that is undone leaves
@@ -198,93 +195,6 @@ impl Check {
     }
 }
 
-/// The anchors file.
-pub(super) struct Anchors {
-    path: PathBuf,
-    public: PublicKey,
-    state: Mutex<AnchorState>,
-}
-
-struct AnchorState {
-    file: File,
-    /// Length of the file up to the last whole line.
-    whole: u64,
-    /// Last entry an anchor of this run covers.
-    covered: u64,
-}
-
-impl Anchors {
-    pub(super) fn open(path: &Path, first_start: bool, public: &PublicKey) -> Result<Self, Error> {
-        let there = path.try_exists().map_err(Error::io("look for", path))?;
-        if !there && !first_start {
-            return Err(Error::WitnessMissing { path: path.to_owned() });
-        }
-        files::touch_private(path)?;
-        let file = OpenOptions::new().append(true).open(path).map_err(Error::io("open", path))?;
-        let text = std::fs::read(path).map_err(Error::io("read", path))?;
-        let whole = text.iter().rposition(|b| *b == b'\n').map_or(0, |i| i as u64 + 1);
-        let state = Mutex::new(AnchorState { file, whole, covered: 0 });
-        Ok(Self { path: path.to_owned(), public: public.clone(), state })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, AnchorState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The last whole line of the file, unverified; none when there is no line.
-    fn last_line(&self) -> Result<Option<String>, Error> {
-        let whole = self.lock().whole;
-        // A line is a signed statement of fixed parts, some 300 bytes long.
-        let from = whole.saturating_sub(4096);
-        let mut file = File::open(&self.path).map_err(Error::io("open", &self.path))?;
-        let mut tail = Vec::new();
-        file.seek(SeekFrom::Start(from))
-            .and_then(|_| file.take(whole - from).read_to_end(&mut tail))
-            .map_err(Error::io("read", &self.path))?;
-        let last = tail.split(|b| *b == b'\n').rfind(|line| !line.is_empty());
-        Ok(last.map(|line| String::from_utf8_lossy(line).into_owned()))
-    }
-
-    fn append(
-        &self,
-        key: &TicketKey,
-        state: &mut AnchorState,
-        (seq, hash): (u64, Digest),
-    ) -> Result<(), Error> {
-        let line = key.sign(&Anchor { seq, hash, time: now_text() }, ANCHOR)? + "\n";
-        // What a crash or a full disk left of a line is cut off first.
-        failpoint::fails("store.anchor.before")
-            .map_err(std::io::Error::from)
-            .and_then(|()| state.file.set_len(state.whole))
-            .and_then(|()| state.file.write_all(line.as_bytes()))
-            .and_then(|()| state.file.sync_data())
-            .map_err(Error::io("write", &self.path))?;
-        failpoint::hit("store.anchor.after");
-        state.whole += line.len() as u64;
-        state.covered = seq;
-        Ok(())
-    }
-
-    /// All anchors, and the first whole line that is none.
-    fn read(&self) -> Result<(Vec<Anchor>, Option<Fault>), Error> {
-        let whole = self.lock().whole;
-        let file = File::open(&self.path).map_err(Error::io("open", &self.path))?;
-        let (mut anchors, mut fault): (Vec<Anchor>, _) = (Vec::new(), None);
-        for (number, line) in BufReader::new(file.take(whole)).split(b'\n').enumerate() {
-            let line = line.map_err(Error::io("read", &self.path))?;
-            match self.public.verify(&String::from_utf8_lossy(&line), ANCHOR) {
-                Ok(anchor) => anchors.push(anchor),
-                Err(error) => {
-                    let why = format!("{} line {}: {error}", self.path.display(), number + 1);
-                    let seq = anchors.last().map_or(0, |a| a.seq);
-                    fault.get_or_insert(Fault { seq, why });
-                }
-            }
-        }
-        Ok((anchors, fault))
-    }
-}
-
 impl Store {
     /// Entries after `seq`, oldest first.
     ///
@@ -336,47 +246,28 @@ impl Store {
 
     /// What the newest anchor has against the chain as it is now: that it ends before the anchored
     /// entry, or has another one there. Such a database is older than what this host witnessed, or
-    /// not the one it witnessed, and whatever was decided after its end is forgotten in it.
+    /// not the one it witnessed, and whatever was decided after its end is forgotten in it. A restore
+    /// says of itself what it forgot.
     ///
     /// # Errors
     /// The database or the anchors file does not answer.
     pub fn against_anchor(&self) -> Result<Option<String>, Error> {
-        let Some(line) = self.anchors.last_line()? else { return Ok(None) };
-        let path = self.anchors.path.display();
-        let anchor: Anchor = match self.anchors.public.verify(&line, ANCHOR) {
-            Ok(anchor) => anchor,
-            Err(error) => return Ok(Some(format!("the newest anchor in {path}: {error}"))),
-        };
-        let Anchor { seq, hash, time } = anchor;
-        let there = self.read(|tx| {
-            tx.conn
-                .prepare_cached("SELECT hash FROM evidence WHERE seq = ?")
-                .and_then(|mut s| s.query_row([seq.cast_signed()], |r| r.get(0)).optional())
-                .map_err(Error::sql("read evidence"))
-        })?;
-        let there: Option<String> = there;
-        Ok(match there {
-            Some(found) if found == hash.to_string() => None,
-            Some(_) => Some(format!(
-                "its database is not the one that was witnessed: evidence entry {seq} differs from the \
-                 one anchored in {path} at {time}"
-            )),
-            None => Some(format!(
-                "its database is older than what was witnessed: it ends before evidence entry {seq}, \
-                 anchored in {path} at {time}"
-            )),
-        })
+        self.read(|tx| self.anchors.against(tx))
     }
 
-    /// Recomputes the whole chain and compares it with every anchor.
+    /// Recomputes the whole chain and compares it with every anchor that speaks of it: those of a
+    /// chain which a restore replaced are counted, and set aside.
     ///
     /// # Errors
     /// The database or the anchors file does not answer. What is wrong with the chain is in the
     /// report.
     pub fn verify_evidence(&self) -> Result<Report, Error> {
-        let (mut anchors, bad_anchor) = self.anchors.read()?;
-        let (count, newest_anchor) = (anchors.len() as u64, anchors.last().cloned());
-        anchors.sort_by_key(|a| a.seq);
+        let (all, bad_anchor) = self.anchors.read()?;
+        let (count, newest_anchor) = (all.len() as u64, all.last().cloned());
+        let Lineage { anchors, restores, set_aside } = self.read(|tx| {
+            let has = |a: &Anchor| Ok(tx.hash_at(a.seq)? == Some(a.hash.to_string()));
+            Lineage::of(all, has)
+        })?;
         let mut check = Check { seq: 0, hash: FIRST.1, anchors: anchors.into_iter().peekable() };
         let mut fault = None;
         // In pages, so that writers get in between.
@@ -395,7 +286,8 @@ impl Store {
         }
         let head = (check.seq > 0).then_some(check.hash);
         let fault = fault.or(bad_anchor);
-        Ok(Report { entries: check.seq, head, anchors: count, newest_anchor, fault })
+        let entries = check.seq;
+        Ok(Report { entries, head, anchors: count, newest_anchor, restores, set_aside, fault })
     }
 
     fn page(&self, after: u64) -> Result<Vec<Stored>, Error> {

@@ -33,6 +33,7 @@
 //! whoever finds nobody waiting behind it commits for all who ran since the last commit. So jobs
 //! that come together share one fsync, and each still gets its own answer, after the commit.
 
+mod anchors;
 mod backup;
 mod breaker;
 mod db;

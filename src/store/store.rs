@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::{FlockOperation, flock};
 use tokio::sync::watch;
 
+use super::anchors::Anchors;
 use super::backup;
 use super::db::{Db, Durability};
 use super::error::Error;
-use super::evidence::Anchors;
 use super::files;
 use super::keys::Keys;
 use super::marks::Marks;
@@ -88,7 +88,7 @@ impl Store {
         // Before anything that needs room.
         let reserve = Reserve::open(&paths.state, paths.reserve)?;
         let lock = take_lock(&paths.state.join("lock"))?;
-        backup::finish(&paths.state)?;
+        backup::finish(paths)?;
         // Keys and witnesses come before the database, so that "the database is there" means
         // that they were there too.
         let database = paths.state.join("overfence.db");

@@ -31,6 +31,7 @@
 mod blob;
 pub mod bundle;
 pub mod changes;
+mod damage;
 pub mod diff;
 mod empty;
 pub mod equal;
@@ -143,8 +144,22 @@ pub enum Error {
         /// What differs.
         why: String,
     },
+    /// A stored layer is not what its name says.
+    #[error(
+        "layer {layer} is damaged: {why}; bring its directory below `layers/` back from another copy (a \
+         backup has one), or revert to a version without it"
+    )]
+    Damaged {
+        /// Which layer.
+        layer: Digest,
+        /// What was found.
+        why: String,
+    },
     /// The store has no such layer.
-    #[error("layer {0} is not in this host's layer store; import it or pull it first")]
+    #[error(
+        "layer {0} is not in this host's layer store; bring its directory below `layers/` back from \
+         another copy (a backup has one), or revert to a version without it"
+    )]
     NoLayer(Digest),
     /// The layer is there but its tree was never finished.
     #[error("layer {0} is not unpacked yet; it is unpacked at the next mount")]
@@ -201,14 +216,30 @@ impl Error {
             Self::Changed { .. } | Self::Stopped => Code::Busy,
             Self::Bundle { .. } => Code::BundleInvalid,
             Self::Call { .. } if self.errno() == Some(Errno::NOSPC) => Code::NoSpace,
+            Self::Damaged { .. } | Self::NoLayer(_) | Self::NotComplete(_) => Code::LayerDamaged,
             Self::Call { .. }
             | Self::Hostile { .. }
             | Self::Corrupt { .. }
-            | Self::NoLayer(_)
-            | Self::NotComplete(_)
             | Self::Unmarked { .. }
             | Self::Mounted { .. } => Code::Internal,
         }
+    }
+
+    /// What the reading of a stored layer met, as damage of that layer where its bytes are wrong or not
+    /// there.
+    fn in_layer(self, layer: Digest) -> Self {
+        let own = format!("layer {layer}");
+        let why = match &self {
+            Self::Corrupt { what, why } if *what == own => why.clone(),
+            Self::Corrupt { what, why } => format!("{what}: {why}"),
+            Self::Hostile { path, why } => format!("entry {path}: {why}"),
+            // A decoder's complaint has no errno.
+            Self::Call { source, .. } if matches!(self.errno(), None | Some(Errno::NOENT)) => {
+                format!("{self}: {source}")
+            }
+            _ => return self,
+        };
+        Self::Damaged { layer, why }
     }
 
     fn hostile(path: &[u8], why: impl Into<String>) -> Self {

@@ -24,26 +24,22 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::blob::{Sink, check_entries, read_blob};
-use super::changes::Format;
-use super::layer::{self, Source};
+use super::damage::damaged;
 use super::tarfmt::Entries;
 use super::unpack::unpack;
-use super::{
-    At as _, Error, Result, Shown, Stop, Stoppable, path_of, remove, sync_dir, unique_name,
-};
+use super::{At as _, Error, Result, Stop, Stoppable, path_of, remove, sync_dir, unique_name};
 use crate::failpoint;
 use crate::kernel::reflink;
-use crate::kernel::walk::Dir;
 use crate::model::head::Digest;
 
 const BLOB: &str = "layer.tar.zst";
 const INFO: &str = "layer.json";
-const TREE: &str = "tree";
-const COMPLETE: &str = "complete";
-const DAMAGED: &str = "damaged";
+pub(super) const TREE: &str = "tree";
+pub(super) const COMPLETE: &str = "complete";
 const TEMPORARY: &str = ".tmp-";
 /// Bytes that are copied without asking whether to stop.
 const PIECE: u64 = 64 << 20;
@@ -69,6 +65,8 @@ pub struct LayerInfo {
 pub struct LayerStore {
     dir: PathBuf,
     unpacking: Mutex<()>,
+    /// Marks are changed by one at a time; and which missing layers were told.
+    pub(super) marking: Mutex<BTreeSet<Digest>>,
     turns: Mutex<Turns>,
     turned: Condvar,
 }
@@ -103,6 +101,7 @@ impl LayerStore {
         Ok(Self {
             dir: dir.to_owned(),
             unpacking: Mutex::new(()),
+            marking: Mutex::default(),
             turns: Mutex::default(),
             turned: Condvar::new(),
         })
@@ -130,7 +129,7 @@ impl LayerStore {
         &self.dir
     }
 
-    fn of(&self, diff_id: Digest) -> PathBuf {
+    pub(super) fn of(&self, diff_id: Digest) -> PathBuf {
         self.dir.join(diff_id.hex())
     }
 
@@ -145,8 +144,8 @@ impl LayerStore {
         };
         match serde_json::from_slice::<LayerInfo>(&text) {
             Ok(info) if info.diff_id == diff_id => Ok(info),
-            Ok(info) => Err(corrupt(&path, format!("it describes {}", info.diff_id))),
-            Err(e) => Err(corrupt(&path, format!("it cannot be read as JSON ({e})"))),
+            Ok(info) => Err(damaged(diff_id, format!("{INFO} describes {}", info.diff_id))),
+            Err(e) => Err(damaged(diff_id, format!("{INFO} cannot be read as JSON ({e})"))),
         }
     }
 
@@ -163,16 +162,6 @@ impl LayerStore {
         Ok(all)
     }
 
-    /// Whether a reading found a layer damaged, and none has found it whole since.
-    pub fn is_damaged(&self, diff_id: Digest) -> bool {
-        self.of(diff_id).join(DAMAGED).exists()
-    }
-
-    /// How many are.
-    pub fn damaged(&self) -> usize {
-        self.list().unwrap_or_default().into_iter().filter(|layer| self.is_damaged(*layer)).count()
-    }
-
     /// The compressed file of a layer.
     pub fn blob_path(&self, diff_id: Digest) -> PathBuf {
         self.of(diff_id).join(BLOB)
@@ -181,8 +170,8 @@ impl LayerStore {
     /// The lower directory of a layer, if its tree is complete.
     pub fn lower_path(&self, diff_id: Digest) -> Result<PathBuf> {
         let dir = self.of(diff_id);
-        if let Ok(why) = std::fs::read_to_string(dir.join(DAMAGED)) {
-            return Err(Error::Corrupt { what: format!("layer {diff_id}"), why });
+        if let Some((why, _)) = self.mark_of(diff_id) {
+            return Err(damaged(diff_id, why));
         }
         if dir.join(COMPLETE).exists() {
             return Ok(dir.join(TREE));
@@ -304,13 +293,14 @@ impl LayerStore {
         })
     }
 
-    /// Takes a layer over from another store as it lies there, and reads it back from the disk. One
-    /// that is here already is left as it is, and read.
+    /// Takes a layer over from another store as it lies there, and reads it back from the disk; what
+    /// does not come back whole does not stay. One that is here already is left as it is, and read.
     ///
     /// # Errors
     /// It is not there, or damaged there or here; [`Error::Stopped`].
     pub fn copy_from(&self, other: &Self, diff_id: Digest, stop: Stop<'_>) -> Result<LayerInfo> {
         let (info, path) = (other.info(diff_id)?, other.blob_path(diff_id));
+        let ours = !self.of(diff_id).exists();
         let copied = self.add(|file| {
             let (from, mut to) = (File::open(&path).at("open", &path)?, file);
             // By pieces, between which somebody may want it to end.
@@ -325,8 +315,13 @@ impl LayerStore {
         let copy = File::open(&copy).at("open", &copy)?;
         // So that what is read was on the disk; some file systems cannot forget.
         let _ = rustix::fs::fadvise(&copy, 0, None, rustix::fs::Advice::DontNeed);
-        self.check_file(&copied, stop)?;
-        Ok(copied)
+        let read = self.check_file(&copied, stop);
+        if read.is_err() && ours {
+            self.settle([diff_id]);
+            // The first error is the one to tell.
+            let _ = self.doom(diff_id).map(|doomed| self.remove(&doomed));
+        }
+        read.map(|()| copied)
     }
 
     /// Reads the compressed file of a layer against both of its digests, and changes nothing.
@@ -338,9 +333,17 @@ impl LayerStore {
 
     fn check_file(&self, info: &LayerInfo, stop: Stop<'_>) -> Result<()> {
         let path = self.blob_path(info.diff_id);
-        let blob = File::open(&path).at("open", &path)?;
-        let read = read_blob(Stoppable { inner: blob, stop }, info, check_entries);
-        read.map_err(|error| if stop.over() { Error::Stopped } else { error })
+        let read = File::open(&path)
+            .at("open", &path)
+            .and_then(|blob| read_blob(Stoppable { inner: blob, stop }, info, check_entries));
+        read.map_err(|error| match (stop.over(), error.errno()) {
+            (true, _) => Error::Stopped,
+            // Nothing was written: it is the layer that cannot be read.
+            (_, Some(Errno::IO | Errno::BADMSG | Errno::UCLEAN)) => {
+                damaged(info.diff_id, format!("it cannot be read: {error}"))
+            }
+            _ => error.in_layer(info.diff_id),
+        })
     }
 
     /// Unpacks a layer into an empty directory, which becomes an upper.
@@ -351,9 +354,13 @@ impl LayerStore {
         stop: Stop<'_>,
     ) -> Result<()> {
         let (info, path) = (self.info(diff_id)?, self.blob_path(diff_id));
-        let blob = Stoppable { inner: File::open(&path).at("open", &path)?, stop };
-        read_blob(blob, &info, |tar| unpack(tar, upper))
-            .map_err(|error| if stop.over() { Error::Stopped } else { error })
+        let read = File::open(&path).at("open", &path).and_then(|blob| {
+            read_blob(Stoppable { inner: blob, stop }, &info, |tar| unpack(tar, upper))
+        });
+        read.map_err(|error| match stop.over() {
+            true => Error::Stopped,
+            false => error.in_layer(diff_id),
+        })
     }
 
     /// Makes the tree of a layer if it is not complete, and returns its path. The content is
@@ -373,12 +380,13 @@ impl LayerStore {
         failpoint::fails("upper.tree.before").at("make", &tree)?;
         std::fs::create_dir(&tree).at("make", &tree)?;
         let top = File::open(&tree).at("open", &tree)?;
-        let blob = File::open(dir.join(BLOB)).at("open", dir.join(BLOB))?;
-        let outcome = read_blob(blob, &info, |tar| unpack(tar, top.as_fd()));
+        let outcome = File::open(dir.join(BLOB))
+            .at("open", dir.join(BLOB))
+            .and_then(|blob| read_blob(blob, &info, |tar| unpack(tar, top.as_fd())));
         if let Err(error) = outcome {
             // As above: the error counts; an incomplete tree is made anew in any case.
             let _ = remove::remove_tree(&tree);
-            return Err(error);
+            return Err(error.in_layer(diff_id));
         }
         rustix::fs::syncfs(&top).at("sync the file system of", &tree)?;
         write_durable(&dir.join(COMPLETE), 0o600, b"")?;
@@ -398,53 +406,6 @@ impl LayerStore {
         let path = unique_name(&self.dir, TEMPORARY)?;
         std::fs::DirBuilder::new().mode(0o700).create(&path).at("make", &path)?;
         Ok(path)
-    }
-
-    /// Reads a layer whole: its file against both digests, and its tree, if there is one, against the
-    /// layer's name. Says whether there is one. A damaged layer is marked, and not mounted until the
-    /// mark is gone: with a later reading that finds it whole, or by hand.
-    ///
-    /// # Errors
-    /// [`Error::Stopped`]; else what is wrong with it.
-    pub fn verify(&self, diff_id: Digest, stop: Stop<'_>) -> Result<bool> {
-        let dir = self.of(diff_id);
-        let mark = dir.join(DAMAGED);
-        let outcome = self.read_whole(diff_id, stop);
-        match &outcome {
-            Err(Error::Stopped | Error::NoLayer(_)) => {}
-            Err(fault) => {
-                let mut why = fault.to_string();
-                if let Some(source) = std::error::Error::source(fault) {
-                    why = format!("{why}: {source}");
-                }
-                failpoint::fails("upper.damaged.before").at("write", &mark)?;
-                let _ = std::fs::remove_file(&mark);
-                write_durable(&mark, 0o600, why.as_bytes())?;
-                sync_dir(&dir)?;
-                failpoint::hit("upper.damaged.after");
-            }
-            Ok(_) if mark.exists() => std::fs::remove_file(&mark).at("remove", &mark)?,
-            Ok(_) => {}
-        }
-        outcome
-    }
-
-    fn read_whole(&self, diff_id: Digest, stop: Stop<'_>) -> Result<bool> {
-        let dir = self.of(diff_id);
-        self.check(diff_id, stop)?;
-        if !dir.join(COMPLETE).exists() {
-            return Ok(false);
-        }
-        let tree = Dir::open(&dir.join(TREE))?;
-        let found = layer::diff_id(Source::Upper(tree.as_fd(), Format::Trusted), stop)
-            .map_err(|error| if stop.over() { Error::Stopped } else { error })?;
-        match found == diff_id {
-            true => Ok(true),
-            false => Err(Error::Corrupt {
-                what: format!("the tree of layer {diff_id}"),
-                why: format!("what is in it would be layer {found}"),
-            }),
-        }
     }
 
     /// Removes a layer. The caller has proved that nothing names it and that no mount uses it.
@@ -477,10 +438,6 @@ impl<R: Read, W: std::io::Write> Read for Copied<'_, R, W> {
         self.to.write_all(&buffer[..n])?;
         Ok(n)
     }
-}
-
-fn corrupt(path: &Path, why: String) -> Error {
-    Error::Corrupt { what: Shown::from(path).to_string(), why }
 }
 
 /// Makes a new file with this mode, as far as the umask lets it.

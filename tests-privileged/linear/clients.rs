@@ -305,6 +305,7 @@ impl<'a> Client<'a> {
             key: PublicationKey::from_u128(key),
             layer: Digest([layer; 32]),
             whole: None,
+            reverts_to: None,
         }
     }
 

@@ -1,6 +1,7 @@
 //! What a workspace consists of: taken in as its first layers, set back to an earlier version, read
 //! through for damage.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use super::workspaces::{any, create_with, find};
@@ -19,7 +20,7 @@ use crate::model::ledger::{KeyState, Which};
 use crate::model::view::{
     ImportWorkspace, LayerReport, RevertWorkspace, WorkspaceReport, WorkspaceView,
 };
-use crate::model::workspace::{Acquire, Acquired, Publish, Refusal, Seen, Workspace};
+use crate::model::workspace::{Acquire, Acquired, KEPT, Publish, Refusal, Seen, Workspace};
 use crate::upper::image;
 
 /// Layers of an imported image, uncompressed, unless the request says otherwise.
@@ -81,7 +82,10 @@ fn verified(host: &Host, layer: Digest) -> Result<LayerReport, Failure> {
     match host.layers.verify(layer, &|| host.stopping()) {
         Ok(unpacked) => Ok(report(unpacked, None)),
         Err(fault @ (Error::Stopped | Error::Changed { .. })) => Err(of_upper(fault)),
-        Err(fault) => Ok(report(host.layers.lower_path(layer).is_ok(), Some(text(fault)))),
+        Err(fault) => {
+            host.tell_damage(layer);
+            Ok(report(host.layers.lower_path(layer).is_ok(), Some(text(fault))))
+        }
     }
 }
 
@@ -117,26 +121,103 @@ fn layers_of(host: &Host, path: &Path, max: u64) -> Result<Vec<Digest>, Failure>
     Ok(all.into_iter().map(|one| one.layer.diff_id).collect())
 }
 
-/// The head that a version had.
-fn head_at(host: &Host, id: &WorkspaceId, version: Version) -> Result<Head, Failure> {
-    let rows = host.authority.history(id, usize::MAX).map_err(unavailable)?;
-    let told = rows.into_iter().find_map(|row| match row.what {
-        Happening::Created { at, .. }
-        | Happening::Published { at, .. }
-        | Happening::Repaired { at, .. }
-            if at.version == version =>
-        {
-            Some(at.head)
+/// The versions that a workspace had, and the head of each.
+struct Versions<'a> {
+    id: &'a WorkspaceId,
+    heads: BTreeMap<Version, Head>,
+}
+
+impl<'a> Versions<'a> {
+    fn of(host: &Host, id: &'a WorkspaceId) -> Result<Self, Failure> {
+        let rows = host.authority.history(id, usize::MAX).map_err(unavailable)?;
+        let told = rows.into_iter().filter_map(|row| match row.what {
+            Happening::Created { at, .. }
+            | Happening::Published { at, .. }
+            | Happening::Repaired { at, .. } => Some((at.version, at.head)),
+            _ => None,
+        });
+        // The newest row comes first, and counts.
+        let mut heads = BTreeMap::new();
+        for (version, head) in told {
+            heads.entry(version).or_insert(head);
         }
-        _ => None,
-    });
-    told.ok_or_else(|| {
+        Ok(Self { id, heads })
+    }
+
+    fn head(&self, version: Version) -> Result<&Head, Failure> {
+        self.heads.get(&version).ok_or_else(|| {
+            let text = format!(
+                "workspace {id} never had a version {version}; `overfence workspace history {id}` \
+                 shows those it had",
+                id = self.id
+            );
+            Failure::new(Code::NotFound, text)
+        })
+    }
+
+    /// Whether the layers of a version are kept from collection.
+    fn keeps(&self, version: Version) -> bool {
+        self.heads.keys().rev().take(KEPT).any(|kept| *kept == version)
+    }
+
+    /// Which earlier versions have all their layers, none of them known as damaged.
+    fn left(&self, host: &Host) -> String {
+        let mut there: BTreeSet<_> = host.layers.list().unwrap_or_default().into_iter().collect();
+        there.retain(|layer| !host.layers.is_damaged(*layer));
+        let whole = |head: &Head| head.0.iter().all(|layer| there.contains(layer));
+        let earlier = self.heads.iter().rev().skip(1).rev();
+        let left = earlier.filter(|(_, head)| whole(head)).map(|(version, _)| version.0);
+        let left = ranges(left);
+        match left.is_empty() {
+            true => format!("{} can be reverted to no earlier version", self.id),
+            false => format!("{} can be reverted to: {left}", self.id),
+        }
+    }
+
+    /// Why a version whose layers are gone or damaged does not come back.
+    fn refuse(&self, host: &Host, version: Version, fault: crate::upper::Error) -> Failure {
+        if matches!(fault, crate::upper::Error::NoLayer(_)) && !self.keeps(version) {
+            return self.not_kept(host, version);
+        }
+        let failure = host.of_layers(fault);
+        match failure.code {
+            Code::LayerDamaged => {
+                let message = format!("{}. {}", failure.message, self.left(host));
+                Failure { message, ..failure }
+            }
+            _ => failure,
+        }
+    }
+
+    fn not_kept(&self, host: &Host, version: Version) -> Failure {
         let text = format!(
-            "workspace {id} never had a version {version}; `overfence workspace history {id}` shows \
-             those it had"
+            "layers of version {version} were removed, since only the last {KEPT} versions of a \
+             workspace keep theirs. {}",
+            self.left(host)
         );
-        Failure::new(Code::NotFound, text)
-    })
+        Failure::new(Code::VersionNotKept, text)
+    }
+}
+
+/// Runs of versions that are named; the newest ones are.
+const RUNS: usize = 16;
+
+/// `3, 5-9`
+fn ranges(sorted: impl Iterator<Item = u64>) -> String {
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    for n in sorted {
+        match runs.last_mut() {
+            Some((_, end)) if *end + 1 == n => *end = n,
+            _ => runs.push((n, n)),
+        }
+    }
+    let unnamed = runs.len().saturating_sub(RUNS);
+    let named = runs.into_iter().skip(unnamed).map(|(from, to)| match from == to {
+        true => from.to_string(),
+        false => format!("{from}-{to}"),
+    });
+    let named = named.collect::<Vec<_>>().join(", ");
+    if unnamed > 0 { format!("{named}, and earlier ones") } else { named }
 }
 
 /// Offers a head that no session waits for: its row in the ledger is durable ahead of it.
@@ -155,9 +236,9 @@ fn offered(
     // The row keeps its layers from now on; they were looked at before there was one.
     let missing = wish.layers().find(|layer| host.layers.lower_path(*layer).is_err());
     if let Some(layer) = missing {
+        tracing::warn!(OVERFENCE_WORKSPACE = %wish.workspace, "layer {layer} went while it was reverted to");
         host.authority.resolve(&wish.workspace, wish.key, no_rider())?;
-        let why = format!("layer {layer} was removed meanwhile: that version is not kept any more");
-        return Err(Unanswered::Unavailable { why });
+        return Ok(Err(Refusal { code: Code::VersionNotKept, current: None }));
     }
     let lost = |why| Unanswered::Unknown { why };
     failpoint::lost("authority.publish.before").map_err(lost)?;
@@ -209,7 +290,8 @@ fn revert(
     reason: &str,
 ) -> Result<(), Failure> {
     let known = find(host, id)?;
-    let head = head_at(host, id, to)?;
+    let versions = Versions::of(host, id)?;
+    let head = versions.head(to)?.clone();
     if known.at.version == to {
         let text = format!("version {to} is the present one of {id}: there is nothing to revert");
         return Err(Failure::new(Code::WrongState, text));
@@ -217,7 +299,7 @@ fn revert(
     host.refuse_when_short()?;
     // A head that cannot be mounted is not published.
     for layer in &head.0 {
-        host.layers.ensure_tree(*layer).map_err(of_upper)?;
+        host.layers.ensure_tree(*layer).map_err(|fault| versions.refuse(host, to, fault))?;
     }
     let owner: Owner = by
         .owner()
@@ -259,6 +341,7 @@ fn revert(
         key: PublicationKey::fresh(),
         layer: head.0.last().copied().unwrap_or(Digest([0; 32])),
         whole: Some(head),
+        reverts_to: Some(to),
     };
     let rider = |answer: &Result<HeadAt, Refusal>| {
         let detail = serde_json::json!({
@@ -293,7 +376,31 @@ fn revert(
     if let Err(refusal) = &at {
         host.metrics.refused(refusal.code);
     }
-    host.note_published(id, seen(at?.version));
+    let at = at.map_err(|refusal| match refusal.code {
+        // A collection was faster.
+        Code::LayerBuried | Code::VersionNotKept => versions.not_kept(host, to),
+        _ => refusal.into(),
+    })?;
+    host.note_published(id, seen(at.version));
     tracing::info!(OVERFENCE_WORKSPACE = %id, "reverted to version {to} in {:?}", clock::now().since(begun));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_named_in_runs() {
+        for (all, said) in [
+            (vec![], ""),
+            (vec![0], "0"),
+            (vec![0, 1, 2], "0-2"),
+            (vec![0, 2, 3, 5, 7, 8, 9], "0, 2-3, 5, 7-9"),
+        ] {
+            assert_eq!(ranges(all.into_iter()), said);
+        }
+        let many = ranges((0..40).step_by(2));
+        assert!(many.starts_with("8, 10,") && many.ends_with("38, and earlier ones"), "{many}");
+    }
 }

@@ -75,7 +75,10 @@ fn begin(host: &Host, slot: &Slot) -> Result<Begun, Failure> {
     }
     let stopped =
         [Fact::ReadOnly, Fact::UpperFrozen, Fact::Gone].iter().any(|fact| s.facts.has(*fact));
-    Ok(Begun { base: host.shown_by(&s.base.head).map_err(of_upper)?, live: !stopped })
+    Ok(Begun {
+        base: host.shown_by(&s.base.head).map_err(|fault| host.of_layers(fault))?,
+        live: !stopped,
+    })
 }
 
 fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, Failure>>) {

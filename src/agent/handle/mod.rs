@@ -30,7 +30,7 @@ use crate::failpoint;
 use crate::model::code::Code;
 use crate::model::ids::{SessionId, WorkspaceId};
 use crate::model::journal::Entry;
-use crate::model::view::{EvidenceReport, PathText, SpaceView, StatusView};
+use crate::model::view::{EvidenceReport, PathText, RestoredChain, SpaceView, StatusView};
 use crate::upper::remove;
 
 /// How long a request waits for what it set in motion, unless it says otherwise.
@@ -114,6 +114,12 @@ impl Agent {
                 head: report.head,
                 anchors: report.anchors,
                 newest_anchor: report.newest_anchor.map(|a| a.seq),
+                restores: report
+                    .restores
+                    .into_iter()
+                    .map(|a| RestoredChain { entry: a.seq, time: a.time })
+                    .collect(),
+                anchors_set_aside: report.set_aside,
                 fault: report.fault.map(|f| format!("entry {}: {}", f.seq, f.why)),
             })
         })

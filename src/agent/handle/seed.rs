@@ -239,7 +239,7 @@ fn unread(path: &std::path::Path, fault: crate::upper::Error) -> Failure {
     let (code, why) = (fault.code(), crate::agent::effects::text(fault));
     let code = match code {
         _ if !path.exists() => Code::NotFound,
-        Code::Internal | Code::UpperRefused => Code::BundleInvalid,
+        Code::Internal | Code::UpperRefused | Code::LayerDamaged => Code::BundleInvalid,
         code => code,
     };
     Failure::new(code, format!("{}: {why}", path.display()))
@@ -267,8 +267,10 @@ fn fit(
                  can say what both sides changed; apply the bundle on a host that has it"
             ),
         ),
-        other => of_upper(other),
+        other => host.of_layers(other),
     };
+    // What the bundle was made on may have gone since; the head may not.
+    host.shown_by(head).map_err(|fault| host.of_layers(fault))?;
     if base != expected {
         let own = match expected.0.split_last() {
             Some((own, below)) if *below == base.0[..] => own,

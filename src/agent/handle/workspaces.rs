@@ -135,6 +135,7 @@ fn history_view(row: HistoryRow) -> HistoryView {
         kind: kind.and_then(|k| k.as_str().map(str::to_owned)).unwrap_or_default(),
         generation: field("generation").and_then(|g| g.as_u64()).unwrap_or(0),
         session: field("session").and_then(|s| s.as_str().map(str::to_owned)),
+        reverts_to: field("reverts_to").and_then(|version| version.as_u64()),
         detail,
     }
 }

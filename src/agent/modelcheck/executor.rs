@@ -151,6 +151,7 @@ impl Model {
                     key: *key,
                     layer: *layer,
                     whole: None,
+                    reverts_to: None,
                 };
                 w.hosts[i].open.insert(*key);
                 w.hosts[i].wire.push(Wire::Publish { wish, orphan: false });

@@ -164,6 +164,7 @@ fn publication(a: &Acquired, key: u128, new: u8) -> Publish {
         key: PublicationKey::from_u128(key),
         layer: layer(new),
         whole: None,
+        reverts_to: None,
     }
 }
 

@@ -147,6 +147,7 @@ impl Bench {
                     key: key(k as u128),
                     layer: layer(k as u8),
                     whole: None,
+                    reverts_to: None,
                 };
                 let may = self.may_publish(&wish, k);
                 match self.w.publish(&wish, &self.keys[k], &self.now) {

@@ -49,6 +49,20 @@ pub struct BackupView {
     pub bytes: u64,
     /// Whether both keys are in it.
     pub keys: bool,
+    /// Layers that its database names and that are not in it: they are damaged or missing on the host.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub left_out: Vec<LeftOut>,
+}
+
+/// A layer that a backup lacks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LeftOut {
+    /// Which.
+    #[schema(value_type = String)]
+    pub layer: Digest,
+    /// What was found when the backup was taken.
+    pub why: String,
 }
 
 /// A backup that was put in the place of the database.
@@ -62,6 +76,9 @@ pub struct RestoredView {
     pub layers_added: u64,
     /// Workspaces put on HOLD at once, since high-water marks or anchors were missing here.
     pub held: u64,
+    /// Layers that the database names now and that are neither in the backup nor whole here.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub missing: Vec<LeftOut>,
 }
 
 /// What became of a host's sessions.
@@ -211,8 +228,23 @@ pub struct EvidenceReport {
     pub anchors: u64,
     /// Sequence number of the newest anchor.
     pub newest_anchor: Option<u64>,
+    /// The restores that the chain went through, oldest first.
+    #[serde(default)]
+    pub restores: Vec<RestoredChain>,
+    /// Anchors that speak of entries which a restore replaced; they are kept.
+    #[serde(default)]
+    pub anchors_set_aside: u64,
     /// The first thing that does not fit.
     pub fault: Option<String>,
+}
+
+/// Where the chain goes on from a backup.
+#[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
+pub struct RestoredChain {
+    /// The entry that records the restore; those before it came from the backup.
+    pub entry: u64,
+    /// When, RFC 3339.
+    pub time: String,
 }
 
 /// `status`.

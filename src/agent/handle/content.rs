@@ -190,9 +190,14 @@ impl<'a> Versions<'a> {
     }
 
     fn not_kept(&self, host: &Host, version: Version) -> Failure {
+        let gone = |layer: &&Digest| host.layers.info(**layer).is_err();
+        let layers = self.heads.get(&version).map_or(&[][..], |head| &head.0);
+        let named = match layers.iter().find(gone) {
+            Some(layer) => format!("layer {layer} of version {version} was"),
+            None => format!("layers of version {version} are being"),
+        };
         let text = format!(
-            "layers of version {version} were removed, since only the last {KEPT} versions of a \
-             workspace keep theirs. {}",
+            "{named} removed, since only the last {KEPT} versions of a workspace keep theirs. {}",
             self.left(host)
         );
         Failure::new(Code::VersionNotKept, text)

@@ -16,6 +16,7 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "a_backup_under_load_comes_back_on_an_emptied_host", run: emptied },
         Test { name: "i2_a_restore_never_lowers_a_generation", run: lowers_nothing },
+        Test { name: "i2_what_was_decided_since_a_backup_holds_everything", run: decided_since },
         Test { name: "a_restore_that_cannot_be_right_changes_nothing", run: refused },
         Test { name: "the_evidence_goes_on_over_a_restore", run: evidence_goes_on },
         Test { name: "a_damaged_layer_spoils_no_backup_of_the_others", run: partial },
@@ -84,6 +85,28 @@ fn repair(host: &Host, name: &str, generation: u64) -> Value {
     let generation = generation.to_string();
     let ask = ["workspace", "repair", "-w", name, "--accept-generation", &generation];
     host.must(&[&ask[..], &["--reason", "restored"]].concat())
+}
+
+/// No anchor has seen it yet when the agent dies; the database that is replaced knows.
+fn decided_since(place: &Place) {
+    for since in [false, true] {
+        let mut host = started(place, &format!("h{since}"));
+        publish(&host, "w", "f");
+        done(&host, &written(0));
+        if since {
+            host.must(&["workspace", "create", "later"]);
+        }
+        host.kill_agent();
+        done(&host, &written(1));
+        assert!(host.start(None), "{}", host.log());
+        let hold = hold_of(&host, "w");
+        assert_eq!(hold.contains("the backup ends at evidence entry"), since, "{hold:?}");
+        if since {
+            repair(&host, "w", 1);
+        }
+        assert_eq!(publish(&host, "w", "g"), 2);
+        assert_eq!(host.must(&["evidence", "verify"])["ok"], true);
+    }
 }
 
 fn names_in(dir: &Path) -> Vec<String> {

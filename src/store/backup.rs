@@ -254,7 +254,8 @@ impl<'a> Vacant<'a> {
     /// Puts a copy that was read in the place of the database, which is kept beside it, and `told` at
     /// the end of its evidence. Marks, anchors and keys that are there stay as they are: no generation
     /// goes down, since the next start compares. The anchors get one line more, from which on they speak
-    /// of this chain. Where marks or anchors are missing every workspace is put on HOLD in new ones.
+    /// of this chain, and say so if the database that is there knew more. Where marks or anchors are
+    /// missing every workspace is put on HOLD in new ones.
     ///
     /// Nothing is changed for good before the one rename that decides; a crash after it is finished by
     /// whoever comes next.
@@ -282,7 +283,7 @@ impl<'a> Vacant<'a> {
             return Err(bad(&new, format!("it came back as {found}, not {}", copied.database)));
         }
         failpoint::hit("store.restore_record.before");
-        self.tell(&new, &keys, told, now)?;
+        self.tell(&new, &keys, told, (copied.entries, now))?;
         settle(&new)?;
         failpoint::hit("store.restore_record.after");
         failpoint::hit("store.restore.before");
@@ -294,14 +295,20 @@ impl<'a> Vacant<'a> {
 
     /// Writes who puts the copy back into the copy, with the line for the anchors: they are there with
     /// it or not at all.
-    fn tell(&self, copy: &Path, keys: &Keys, told: &Draft, now: BootInstant) -> Result<(), Error> {
+    fn tell(
+        &self,
+        copy: &Path,
+        keys: &Keys,
+        told: &Draft,
+        (entries, now): (u64, BootInstant),
+    ) -> Result<(), Error> {
         let anchors = Anchors::open(&self.paths.anchors, false, keys.ticket.public())?;
         let mut conn = Connection::open(copy).map_err(Error::sql("open"))?;
         // What a crash leaves of it is rubbish: no log may lie beside the next one.
         conn.pragma_update(None, "journal_mode", "MEMORY").map_err(Error::sql("pragma"))?;
         let whole = conn.transaction().map_err(Error::sql("begin"))?;
         let tx = Tx { conn: &whole, now, key: &keys.record, appended: Cell::new(0) };
-        let against = anchors.against(&tx)?;
+        let against = anchors.against(&tx)?.or_else(|| self.knows_more(entries));
         tx.append(told)?;
         tx.set_meta(TURN, &anchors.turn(&keys.ticket, tx.evidence_head()?, against)?)?;
         whole.commit().map_err(Error::sql("commit"))?;
@@ -329,6 +336,27 @@ impl<'a> Vacant<'a> {
         let keys = Keys::open(place, false)?;
         copied.fits(place, &keys)?;
         Ok(keys)
+    }
+
+    /// What the database that is there knows beyond a copy of so many entries. The newest anchor may be
+    /// half a minute older than that.
+    fn knows_more(&self, entries: u64) -> Option<String> {
+        let newest = || -> rusqlite::Result<i64> {
+            let flags = OpenFlags::SQLITE_OPEN_READ_WRITE;
+            let there = Connection::open_with_flags(self.paths.state.join(DATABASE), flags)?;
+            there.query_row("SELECT coalesce(max(seq), 0) FROM evidence", [], |row| row.get(0))
+        };
+        match newest() {
+            Ok(newest) if newest.cast_unsigned() <= entries => None,
+            Ok(newest) => Some(format!(
+                "its database is older than what was witnessed: the backup ends at evidence entry \
+                 {entries}, the database that was there at {newest}"
+            )),
+            Err(fault) => Some(format!(
+                "nobody knows what was decided since the backup: the database that was there \
+                 cannot be read ({fault})"
+            )),
+        }
     }
 
     /// Marks every workspace of the copy as held here: the next start tells the authority.

@@ -183,6 +183,7 @@ fn publish(authority: &SqliteAuthority, id: &WorkspaceId, acquired: &Acquired) -
         key: PublicationKey::fresh(),
         layer: layer(lease.generation.0),
         whole: None,
+        reverts_to: None,
     };
     let generation = lease.generation.0;
     match authority.publish(&wish, written("publish", id)).unwrap() {

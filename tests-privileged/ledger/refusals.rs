@@ -73,7 +73,10 @@ impl<'a> Writer<'a> {
         let last = entries.as_array().unwrap().iter().rev().find(|e| e["kind"] == "publication");
         let last = last.unwrap();
         assert_eq!(last["detail"]["answer"]["Err"]["code"], code, "{last:?}");
-        assert_eq!(last["detail"]["offered"]["generation"], self.opened["session"]["generation"]);
+        // Who lost the lease has nothing to offer any more, and asks all the same.
+        let (asked, offered) = (&last["detail"]["asked"], &last["detail"]["offered"]);
+        let wish = if asked.is_object() { asked } else { offered };
+        assert_eq!(wish["generation"], self.opened["session"]["generation"]);
         let upper = path_of(&self.opened["session"], "upper");
         assert_eq!(std::fs::read_to_string(upper.join("f")).unwrap(), "of the writer");
         self.met.insert(code);

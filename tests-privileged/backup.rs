@@ -270,6 +270,7 @@ fn refused(place: &Place) {
         let good = fs::read(&path).unwrap();
         how(&path);
         not_done(&host, &written(1), code, why);
+        let _ = fs::remove_file(&path);
         fs::write(&path, good).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
     };
@@ -286,6 +287,14 @@ fn refused(place: &Place) {
     spoilt("overfence.db", &|path| fs::write(path, "").unwrap(), "backup_refused", 1);
     spoilt("backup.json", &|path| fs::write(path, "{}").unwrap(), "no such note", 1);
     spoilt("backup.json", &remove, "no whole backup", 3);
+    // Nobody waits for who would write into it.
+    let fifo = |path: &Path| {
+        fs::remove_file(path).unwrap();
+        nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    };
+    for name in ["overfence.db", "backup.json", &blob, &format!("layers/{layer}/layer.json")] {
+        spoilt(name, &fifo, "neither a file nor a directory", 1);
+    }
     spoilt(&blob, &flip, &layer, 1);
     spoilt(&blob, &remove, &layer, 1);
     spoilt("state/keys/record.key", &remove, "no key is made anew", 1);

@@ -202,9 +202,28 @@ fn sync_dir(dir: &Path) -> std::io::Result<()> {
     std::fs::File::open(dir)?.sync_all()
 }
 
+/// Refuses what is no file and no directory in a backup: to open a fifo is to wait for ever.
+fn refuse_odd(dir: &Path) -> Result<(), Failure> {
+    for entry in std::fs::read_dir(dir).map_err(at("list", dir))? {
+        let entry = entry.map_err(at("list", dir))?;
+        let path = entry.path();
+        let kind = entry.file_type().map_err(at("look at", &path))?;
+        if kind.is_dir() {
+            refuse_odd(&path)?;
+        } else if !kind.is_file() {
+            let why = format!("{} is neither a file nor a directory", path.display());
+            return Err(Failure::new(Code::BackupRefused, why));
+        }
+    }
+    Ok(())
+}
+
 /// Reads a backup whole: the note, the database, every layer that it names.
 fn read(from: &Path, stop: Stop<'_>) -> Result<Note, Failure> {
     let path = from.join(NOTE);
+    if path.exists() {
+        refuse_odd(from)?;
+    }
     let bytes = std::fs::read(&path).map_err(|fault| match fault.kind() {
         std::io::ErrorKind::NotFound => {
             let why = format!("{} is not there: {} is no whole backup", NOTE, from.display());

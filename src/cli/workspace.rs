@@ -177,7 +177,8 @@ fn history(rows: &[HistoryView]) -> String {
                     Some(version) => format!("{}, a revert to version {version}", row.kind),
                     None => row.kind.clone(),
                 },
-                row.generation.to_string(),
+                // What concerns no generation.
+                table::or_dash((row.generation > 0).then(|| row.generation.to_string())),
                 table::or_dash(row.session.clone()),
                 words(&row.kind, &row.detail),
             ]

@@ -24,6 +24,7 @@ use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -136,7 +137,12 @@ impl LayerStore {
     /// What is known of a layer. [`Error::NoLayer`] if it is not here.
     pub fn info(&self, diff_id: Digest) -> Result<LayerInfo> {
         let path = self.of(diff_id).join(INFO);
-        let text = match std::fs::read(&path) {
+        let read = || -> std::io::Result<Vec<u8>> {
+            let mut text = Vec::new();
+            open(&path)?.read_to_end(&mut text)?;
+            Ok(text)
+        };
+        let text = match read() {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return Err(Error::NoLayer(diff_id));
             }
@@ -302,7 +308,7 @@ impl LayerStore {
         let (info, path) = (other.info(diff_id)?, other.blob_path(diff_id));
         let ours = !self.of(diff_id).exists();
         let copied = self.add(|file| {
-            let (from, mut to) = (File::open(&path).at("open", &path)?, file);
+            let (from, mut to) = (open(&path).at("open", &path)?, file);
             // By pieces, between which somebody may want it to end.
             while std::io::copy(&mut (&from).take(PIECE), &mut to).at("copy", &path)? > 0 {
                 if stop.over() {
@@ -312,7 +318,7 @@ impl LayerStore {
             Ok(info)
         })?;
         let copy = self.blob_path(diff_id);
-        let copy = File::open(&copy).at("open", &copy)?;
+        let copy = open(&copy).at("open", &copy)?;
         // So that what is read was on the disk; some file systems cannot forget.
         let _ = rustix::fs::fadvise(&copy, 0, None, rustix::fs::Advice::DontNeed);
         let read = self.check_file(&copied, stop);
@@ -333,7 +339,7 @@ impl LayerStore {
 
     fn check_file(&self, info: &LayerInfo, stop: Stop<'_>) -> Result<()> {
         let path = self.blob_path(info.diff_id);
-        let read = File::open(&path)
+        let read = open(&path)
             .at("open", &path)
             .and_then(|blob| read_blob(Stoppable { inner: blob, stop }, info, check_entries));
         read.map_err(|error| match (stop.over(), error.errno()) {
@@ -354,7 +360,7 @@ impl LayerStore {
         stop: Stop<'_>,
     ) -> Result<()> {
         let (info, path) = (self.info(diff_id)?, self.blob_path(diff_id));
-        let read = File::open(&path).at("open", &path).and_then(|blob| {
+        let read = open(&path).at("open", &path).and_then(|blob| {
             read_blob(Stoppable { inner: blob, stop }, &info, |tar| unpack(tar, upper))
         });
         read.map_err(|error| match stop.over() {
@@ -380,7 +386,7 @@ impl LayerStore {
         failpoint::fails("upper.tree.before").at("make", &tree)?;
         std::fs::create_dir(&tree).at("make", &tree)?;
         let top = File::open(&tree).at("open", &tree)?;
-        let outcome = File::open(dir.join(BLOB))
+        let outcome = open(&dir.join(BLOB))
             .at("open", dir.join(BLOB))
             .and_then(|blob| read_blob(blob, &info, |tar| unpack(tar, top.as_fd())));
         if let Err(error) = outcome {
@@ -438,6 +444,13 @@ impl<R: Read, W: std::io::Write> Read for Copied<'_, R, W> {
         self.to.write_all(&buffer[..n])?;
         Ok(n)
     }
+}
+
+/// Opens a file to read. Should somebody have put a fifo in its place, nobody waits for its writer: it is
+/// an empty file, and so not what was wanted.
+fn open(path: &Path) -> std::io::Result<File> {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path)
 }
 
 /// Makes a new file with this mode, as far as the umask lets it.

@@ -190,6 +190,18 @@ fn damaged(place: &Place) {
         assert_eq!(host.must(&verify)["ok"], true);
         assert_eq!(seen(&host, "w"), names(&["one", "two"]));
     }
+    // Something that nobody writes into is not waited for.
+    for name in ["layer.tar.zst", "layer.json"] {
+        let (file, aside) = (place.join(name), host.dir.join(name));
+        fs::rename(&file, &aside).unwrap();
+        nix::unistd::mkfifo(&file, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let out = host.run(&verify);
+        let said = String::from_utf8(out.stderr).unwrap();
+        assert!(out.status.code() == Some(1) && said.contains("layer_damaged"), "{name}: {said}");
+        fs::rename(&aside, &file).unwrap();
+        fs::remove_file(place.join("damaged")).unwrap();
+    }
+    assert_eq!(host.must(&verify)["ok"], true);
     fs::remove_dir_all(&place).unwrap();
     let report: Value = serde_json::from_slice(&host.run(&verify).stdout).unwrap();
     assert!(

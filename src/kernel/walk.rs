@@ -195,6 +195,11 @@ impl Dir {
         self.open_inside(name, OFlags::PATH, "reach")
     }
 
+    /// For calls that are made a million times: the path is put together only if it is told.
+    pub(crate) fn error(&self, op: &'static str, name: &OsStr, source: Errno) -> Error {
+        Error::Call { op, path: self.path.join(name), source }
+    }
+
     fn open_inside(&self, name: &OsStr, flags: OFlags, op: &'static str) -> Result<OwnedFd> {
         one_component(name, &self.path)?;
         let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -202,7 +207,7 @@ impl Dir {
             match rustix::fs::openat2(&self.fd, name, flags, Mode::empty(), INSIDE) {
                 // A rename or mount elsewhere raced with the BENEATH check: asked to try again.
                 Err(Errno::AGAIN | Errno::INTR) => {}
-                answer => return answer.at(op, self.path.join(name)),
+                answer => return answer.map_err(|source| self.error(op, name, source)),
             }
         }
     }
@@ -210,7 +215,8 @@ impl Dir {
     /// What statx says of a name in this directory.
     pub fn stat(&self, name: &OsStr) -> Result<Info> {
         one_component(name, &self.path)?;
-        stat_at(self.fd.as_fd(), name, AtFlags::SYMLINK_NOFOLLOW).at("stat", self.path.join(name))
+        stat_at(self.fd.as_fd(), name, AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(|source| self.error("stat", name, source))
     }
 
     /// What statx says of this directory.

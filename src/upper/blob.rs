@@ -20,7 +20,10 @@ const LEVEL: i32 = 3;
 /// Threads that compress one layer, at most: reading and hashing leave no work for more.
 const WORKERS: usize = 4;
 /// Bytes that such a thread takes at a time: with zstd's own 8 MiB each has some 20 MiB of memory.
-const JOB: u32 = 512 << 10;
+const JOB: u32 = 1 << 20;
+/// How much of the job before each one looks back at: a 16th of the window, 128 KiB. It is read in anew for
+/// each, and zstd's own 8th is a quarter of a job of ours.
+const OVERLAP: u32 = 5;
 const BUFFER: usize = 64 << 10;
 
 /// Hashes and counts what passes through.
@@ -79,6 +82,7 @@ impl<F: Write> Sink<F> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         encoder.multithread(u32::try_from(cores.min(WORKERS)).unwrap_or(1))?;
         encoder.set_parameter(CParameter::JobSize(JOB))?;
+        encoder.set_parameter(CParameter::OverlapSizeLog(OVERLAP))?;
         Ok(Self { inner: BufWriter::with_capacity(BUFFER, Hashed::new(encoder)) })
     }
 

@@ -9,7 +9,7 @@ use rustix::fs::{AtFlags, FileType, IFlags};
 use rustix::io::Errno;
 
 use super::tree::{DirId, ascend, reopen};
-use super::{At as _, Error, Result};
+use super::{Error, Result};
 use crate::kernel::walk::Dir;
 use crate::progress::Progress;
 
@@ -135,7 +135,7 @@ pub(super) fn unlink(dir: &Dir, name: &OsStr, flags: AtFlags) -> Result<()> {
         }
         answer => answer,
     };
-    answer.at("remove", dir.path().join(name))
+    answer.map_err(|source| dir.error("remove", name, source).into())
 }
 
 /// Clears the flags that forbid removal. That it did not work is told by the next attempt.

@@ -23,7 +23,7 @@ use crate::model::view::Told;
 const MAX_LINKED: usize = 256 << 20;
 /// Changes that the walk hands over together, and how often it may be so much ahead. A file is open
 /// for each.
-const TOGETHER: usize = 16;
+const TOGETHER: usize = 32;
 const AHEAD: usize = 2;
 
 #[derive(Debug, Default)]

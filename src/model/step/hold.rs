@@ -73,7 +73,7 @@ pub(super) fn on_gathered(s: &mut Session, taken_for: PublicationKey) -> Step {
 }
 
 fn give_up_tainted(s: &mut Session, key: PublicationKey) -> Step {
-    s.trouble = Some(format!("{GIVEN_UP}: the session was thawed meanwhile"));
+    s.trouble = Some(format!("{GIVEN_UP}: the session was thawed by somebody else"));
     thaw_then(s, key, None)
 }
 

@@ -327,7 +327,10 @@ fn reverted(place: &Place) {
     assert!(refuse(4, "1").contains("lease_held"));
     fs::write(path_of(&opened["session"], "merged").join("late"), "late").unwrap();
     host.must(&["fence", &id, "--reason", "test", "--wait"]);
+    let anchors = || fs::read(host.dir.join("state/evidence-anchors")).unwrap().len();
+    let before = anchors();
     let w = host.must(&revert("1"));
+    assert!(anchors() > before, "what was recorded is anchored before the head moves");
     assert_eq!((&w["version"], &w["head"]), (&4.into(), &first["head"]), "{w:#}");
     assert_eq!((&w["generation"], &w["may_publish"]), (&5.into(), &false.into()), "{w:#}");
     assert_ne!(third["head"], first["head"]);

@@ -12,6 +12,7 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "gc_says_what_goes_and_what_stays_and_why", run: says },
         Test { name: "orphans_both_ways_are_found_and_kept", run: orphans },
+        Test { name: "what_has_something_mounted_in_it_holds_up_nothing", run: mounted },
         Test { name: "a_deletion_is_announced_before_it_comes", run: announced },
         Test { name: "a_shorter_grace_is_for_who_is_opened_after_it", run: shorter },
         Test { name: "an_export_cut_off_leaves_no_bundle_and_is_done_again", run: cut_off },
@@ -117,6 +118,37 @@ fn orphans(place: &Place) {
     assert!(!item(&report, &id)["reason"].as_str().unwrap().contains("bring it back"));
     std::fs::remove_dir(host.cgroup.join(stray)).unwrap();
     nix::mount::umount(&theirs).unwrap();
+}
+
+/// Half of a layer and half of a removal, with somebody's mount in each.
+fn mounted(place: &Place) {
+    let mut host = started(place, "");
+    let id = kept(&host, "w");
+    host.kill_agent();
+    let (half, stray) = (".tmp-0011223344556677", "s-00000000000070008000000000000003");
+    let inside =
+        [host.dir.join("state/layers").join(half), host.dir.join("state/trash").join(stray)]
+            .map(|dir| dir.join("inside"));
+    for dir in &inside {
+        std::fs::create_dir_all(dir).unwrap();
+        let none = nix::mount::MsFlags::empty();
+        nix::mount::mount(Some("theirs"), dir, Some("tmpfs"), none, None::<&str>).unwrap();
+        std::fs::write(dir.join("f"), "theirs").unwrap();
+    }
+    let other = host.dir.join("state/layers/.tmp-8899aabbccddeeff");
+    std::fs::create_dir(&other).unwrap();
+    assert!(host.start(None), "{}", host.log());
+    assert!(!other.exists(), "the one keeps the other from being removed");
+    host.must(&["preserved", "discard", &id, "--yes"]);
+    let (code, report) = host.ask(&["gc"]);
+    assert_eq!(code, 8, "{report:#}");
+    let told = item(&report, stray);
+    assert_eq!(told["verdict"], "failed", "{told:#}");
+    assert!(told["reason"].as_str().unwrap().contains("mounted"), "{told:#}");
+    for dir in &inside {
+        assert_eq!(std::fs::read_to_string(dir.join("f")).unwrap(), "theirs");
+        nix::mount::umount(dir).unwrap();
+    }
 }
 
 fn ahead(host: &Host, id: &str) -> Vec<Value> {

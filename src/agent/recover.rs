@@ -74,12 +74,11 @@ impl Host {
             tracing::error!("the witnesses were not all heard: {fault}");
         }
         // Before any session's worker does the same.
-        let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(text)?;
-        self.layers.sweep().map_err(text)?;
-        // No start fails for what is nobody's.
-        if let Err(fault) = bundle::sweep(&self.paths.bundles) {
-            tracing::error!("{}", text(fault));
-        }
+        let told = |fault| tracing::error!("{}", text(fault));
+        // No start fails for what is nobody's, or has something mounted in it.
+        let swept = remove::sweep_unfinished(&self.paths.sessions).map_err(told).unwrap_or(0);
+        let _ = self.layers.sweep().map_err(told);
+        let _ = bundle::sweep(&self.paths.bundles).map_err(told);
         if swept > 0 {
             tracing::info!("finished {swept} unfinished open(s)");
         }

@@ -50,6 +50,16 @@ pub enum Outcome {
     NotDone,
 }
 
+impl Outcome {
+    /// Its name on the command line and in the API.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Done => "done",
+            Self::NotDone => "not-done",
+        }
+    }
+}
+
 /// How far a request is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]

@@ -109,21 +109,28 @@ impl LayerStore {
     }
 
     /// Removes what a crash left half made or half removed. Only at start, before any other call.
+    ///
+    /// # Errors
+    /// The first of those that could not be removed; the others are.
     pub fn sweep(&self) -> Result<u64> {
-        let mut swept = 0;
+        let (mut swept, mut failed) = (0, None);
         for entry in std::fs::read_dir(&self.dir).at("list", &self.dir)? {
             let entry = entry.at("list", &self.dir)?;
-            if entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
-                // A crash may have left a run mounted that was to become an equivalence.
-                let merged = entry.path().join(super::equal::MERGED);
-                if merged.exists() {
-                    crate::kernel::overlay::unmount(&merged)?;
-                }
-                remove::remove_tree(&entry.path())?;
-                swept += 1;
+            if !entry.file_name().to_string_lossy().starts_with(TEMPORARY) {
+                continue;
+            }
+            // A crash may have left a run mounted that was to become an equivalence.
+            let merged = entry.path().join(super::equal::MERGED);
+            let unmounted = match merged.exists() {
+                true => crate::kernel::overlay::unmount(&merged).map(drop).map_err(Error::from),
+                false => Ok(()),
+            };
+            match unmounted.and_then(|()| remove::remove_tree(&entry.path())) {
+                Ok(_) => swept += 1,
+                Err(fault) => failed = failed.or(Some(fault)),
             }
         }
-        Ok(swept)
+        failed.map_or(Ok(swept), Err)
     }
 
     pub(super) fn dir(&self) -> &Path {

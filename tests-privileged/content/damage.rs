@@ -202,6 +202,7 @@ fn damaged(place: &Place) {
         fs::remove_file(place.join("damaged")).unwrap();
     }
     assert_eq!(host.must(&verify)["ok"], true);
+    assert_eq!(host.metric("layers_damaged"), 0, "what is whole again counts no more");
     fs::remove_dir_all(&place).unwrap();
     let report: Value = serde_json::from_slice(&host.run(&verify).stdout).unwrap();
     assert!(

@@ -79,7 +79,10 @@ impl Agent {
 fn verified(host: &Host, layer: Digest) -> Result<LayerReport, Failure> {
     use crate::upper::Error;
     let report = |unpacked, fault| LayerReport { layer: layer.to_string(), unpacked, fault };
-    match host.layers.verify(layer, &|| host.stopping()) {
+    let read = host.layers.verify(layer, &|| host.stopping());
+    // What is whole again is marked no more.
+    host.metrics.layers_damaged(host.layers.damaged());
+    match read {
         Ok(unpacked) => Ok(report(unpacked, None)),
         Err(fault @ (Error::Stopped | Error::Changed { .. })) => Err(of_upper(fault)),
         Err(fault) => {
@@ -232,6 +235,8 @@ fn offered(
     owner: &Owner,
     rider: Rider<'_, HeadAt>,
 ) -> Result<Result<HeadAt, Refusal>, Unanswered> {
+    // What was recorded so far is anchored before each move of a head.
+    host.store.anchor().map_err(|fault| Unanswered::Unavailable { why: text(fault) })?;
     failpoint::hit("authority.enter.before");
     let entered = host.authority.enter(wish, owner, KeyState::Sent, no_rider());
     failpoint::hit("authority.enter.after");

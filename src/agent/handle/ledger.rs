@@ -426,8 +426,8 @@ fn about_request(host: &Host, id: &WorkspaceId, key: &RequestKey, refusal: Refus
             "no request {key} in workspace {id}; `overfence request list -w {id} --all` shows them"
         ),
         (Some(Request { settled: Some(before), .. }), _) => format!(
-            "request {key} was settled as {:?} by {} ({}): {}",
-            before.outcome,
+            "request {key} was settled as {} by {} ({}): {}",
+            before.outcome.word(),
             before.by,
             before.how,
             refusal.code.meaning()

@@ -350,15 +350,19 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
     for name in host.trash_of_nobody().map_err(internal)? {
         let place = host.paths.trash.join(&name);
         let (bytes, _) = crate::upper::size::size(&place).map_err(internal)?;
+        let decided = "its removal was decided before".to_owned();
         let (verdict, why) = match (plan == Plan::Remove, dry_run) {
-            (false, _) => ("keep", "the breaker is open; `overfence breaker show` says why"),
-            (true, true) => ("remove", "its removal was decided before"),
-            (true, false) => {
-                remove::finish_removal(&host.paths.trash, &name).map_err(internal)?;
-                ("removed", "its removal was decided before")
+            (false, _) => {
+                ("keep", "the breaker is open; `overfence breaker show` says why".to_owned())
             }
+            (true, true) => ("remove", decided),
+            // What cannot go keeps nothing else from going.
+            (true, false) => match remove::finish_removal(&host.paths.trash, &name) {
+                Ok(_) => ("removed", decided),
+                Err(fault) => ("failed", crate::agent::effects::text(fault)),
+            },
         };
-        items.push(item("trash", &name.to_string_lossy(), verdict, why.to_owned(), bytes));
+        items.push(item("trash", &name.to_string_lossy(), verdict, why, bytes));
     }
     let bytes_freed = items.iter().filter(|i| i.verdict == "removed").map(|i| i.bytes).sum();
     let report = GcReport { dry_run, items, bytes_freed };

@@ -280,6 +280,10 @@ fn create_on(
         };
         Journal { sessions: vec![], entries: vec![entry] }
     };
+    if !new.layers.is_empty() {
+        // What was recorded so far is anchored before each move of a head.
+        host.store.anchor().map_err(unavailable)?;
+    }
     let created = host.authority.create(&new, Box::new(rider)).map_err(internal)??;
     host.note_published(&created.id, created.seen());
     Ok(created)

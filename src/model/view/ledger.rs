@@ -166,10 +166,7 @@ impl From<Request> for RequestView {
             crate::model::request::RequestState::Settled => "SETTLED",
         };
         let settled = row.settled;
-        let outcome = settled.as_ref().map(|s| match s.outcome {
-            Outcome::Done => "done".to_owned(),
-            Outcome::NotDone => "not-done".to_owned(),
-        });
+        let outcome = settled.as_ref().map(|s| s.outcome.word().to_owned());
         Self {
             workspace: row.workspace.to_string(),
             task: row.task.to_string(),

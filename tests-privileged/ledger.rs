@@ -52,6 +52,24 @@ impl Switch {
     }
 }
 
+/// Failpoints with which [`with_lost_answer`] works.
+pub fn losing(host: &Host) -> String {
+    let switch = Switch::off(host, "answers-are-lost");
+    let (sent, resolved) = ("authority.publish.before", "authority.resolve.before");
+    format!("{};{}", switch.plan(sent), switch.plan(resolved))
+}
+
+/// Has a session publish under a key whose outcome is open until `then` is done with it.
+pub fn with_lost_answer(host: &Host, opened: &Value, then: impl FnOnce(&str)) {
+    let switch = Switch::off(host, "answers-are-lost").on();
+    write(opened, "lost", "lost");
+    let (code, said) = refused(host, &["session", "checkpoint", &id_of(opened)]);
+    assert!(code == 4 && said.contains("unknown_publication"), "{code}: {said}");
+    then(publications(host, false)[0]["key"].as_str().unwrap());
+    switch.over();
+    wait(host, "it is resolved", || publications(host, false).is_empty());
+}
+
 fn wait(host: &Host, what: &str, fits: impl Fn() -> bool) {
     let begun = Instant::now();
     while !fits() {

@@ -2,11 +2,13 @@
 //! content type and fields that the document names; what it does not name is refused.
 
 use std::collections::BTreeSet;
+use std::rc::Rc;
 
 use serde_json::{Value, json};
 
 use crate::agent_process::{Answer, Host, id_of, path_of};
 use crate::host::{Place, Test};
+use crate::ledger::{losing, with_lost_answer};
 
 pub fn tests() -> Vec<Test> {
     vec![
@@ -128,7 +130,7 @@ fn judge(document: &Value, method: &str, path: &str, answer: &Answer) -> Result<
 
 /// An agent, the document, and what was asked so far.
 struct Client {
-    host: Host,
+    host: Rc<Host>,
     document: Value,
     asked: BTreeSet<(String, String)>,
 }
@@ -136,8 +138,8 @@ struct Client {
 impl Client {
     fn new(place: &Place) -> Self {
         let mut host = Host::new(place, "h");
-        assert!(host.start(None));
-        Self { host, document: document(), asked: BTreeSet::new() }
+        assert!(host.start(Some(&losing(&host))));
+        Self { host: Rc::new(host), document: document(), asked: BTreeSet::new() }
     }
 
     /// Asks an operation for the success that it documents; gives the body.
@@ -182,7 +184,9 @@ fn served(place: &Place) {
     let key = rows[0]["key"].as_str().unwrap().to_owned();
     api.good("get", "/v1/publications/{id}", &key, "", none.clone());
     api.good("post", "/v1/publications/{id}/resolve", &key, "", none.clone());
-    api.good("post", "/v1/publications/{id}/assign", &key, "", json!({ "assignee": "ann" }));
+    with_lost_answer(&Rc::clone(&api.host), &opened, |key| {
+        api.good("post", "/v1/publications/{id}/assign", key, "", json!({ "assignee": "ann" }));
+    });
     for (path, of, query) in [
         ("/v1/workspaces", "", ""),
         ("/v1/workspaces/{id}", "w", ""),

@@ -8,6 +8,8 @@
 use std::os::fd::AsFd as _;
 use std::sync::PoisonError;
 
+use rustix::io::Errno;
+
 use super::changes::Format;
 use super::layer::{self, Source};
 use super::store::{COMPLETE, LayerStore, TREE, write_durable};
@@ -23,6 +25,14 @@ const TOLD: &str = "\n(this is in the evidence)\n";
 
 pub(super) fn damaged(layer: Digest, why: String) -> Error {
     Error::Damaged { layer, why }
+}
+
+/// Whether it is the host that lacks something, so that a later reading may find the layer whole.
+fn passes(fault: &Error) -> bool {
+    matches!(
+        fault.errno(),
+        Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::INTR | Errno::AGAIN)
+    )
 }
 
 impl LayerStore {
@@ -103,6 +113,7 @@ impl LayerStore {
                 return Ok(unpacked);
             }
             Err(fault @ (Error::Stopped | Error::NoLayer(_))) => return Err(fault),
+            Err(fault) if passes(&fault) => return Err(fault),
             Err(fault) => fault,
         };
         let why = match fault.in_layer(diff_id) {
@@ -137,5 +148,23 @@ impl LayerStore {
                 why: format!("what is in it would be layer {found}"),
             }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::head::Digest;
+
+    #[test]
+    fn what_the_host_lacks_is_no_damage() {
+        let met = |errno: Errno| -> Error { Err::<(), _>(errno).at("open", "x").unwrap_err() };
+        for errno in [Errno::MFILE, Errno::NFILE, Errno::NOMEM] {
+            assert!(passes(&met(errno)), "{errno}");
+        }
+        for errno in [Errno::IO, Errno::NOENT, Errno::LOOP, Errno::BADMSG] {
+            assert!(!passes(&met(errno)), "{errno}");
+        }
+        assert!(!passes(&damaged(Digest([1; 32]), "its digest".to_owned())));
     }
 }

@@ -236,7 +236,9 @@ impl Host {
                 Ok(Made { slot, token, ticket, predecessor, unresolved })
             }
             Err(failure) => {
-                self.apply(&slot, Event::OpenFailed { why: failure.message.clone() }, "agent");
+                // Its lease is given back before anybody is told: who opens next is not to meet it.
+                let failed = Event::OpenFailed { why: failure.message.clone() };
+                self.apply_here(&slot, failed, "agent");
                 self.refuse_when_short().and(Err(failure))
             }
         }

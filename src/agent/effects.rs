@@ -134,7 +134,7 @@ impl Host {
             Effect::Pack { key, live: false } => self.pack(slot, *key),
             Effect::Pack { key, live: true } => self.capture_live(slot, s, *key),
             Effect::Publish { key, layer } => self.publish(s, *key, *layer),
-            Effect::Resolve { key, .. } => self.resolve(s, *key),
+            Effect::Resolve { key, .. } => self.resolve(slot, s, *key),
             Effect::Releasing => self.releasing(s),
             Effect::Release => self.release(s),
             Effect::ProveGone => self.prove_gone(slot, tried),
@@ -447,7 +447,7 @@ impl Host {
         Ok(answer)
     }
 
-    fn resolve(&self, s: &Session, key: PublicationKey) -> Answered {
+    fn resolve(&self, slot: &Slot, s: &Session, key: PublicationKey) -> Answered {
         failpoint::lost("authority.resolve.before")?;
         let found = self
             .authority
@@ -472,7 +472,7 @@ impl Host {
                 ));
             }
         };
-        Ok(vec![Event::Published { key, outcome }])
+        super::keep::heard(self, slot, s, key, outcome)
     }
 
     /// Umount, then the kernel's word that the superblock died.

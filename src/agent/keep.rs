@@ -7,6 +7,7 @@
 //! `<run>/sessions/<id>/members`, who was in its cgroup when that was proved frozen.
 
 use std::collections::HashMap;
+use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -19,12 +20,15 @@ use crate::failpoint;
 use crate::kernel::cgroup::Cgroup;
 use crate::kernel::members::{self, Member, Moved};
 use crate::kernel::rivals::{self, Own, Scope};
+use crate::kernel::walk::Dir;
 use crate::kernel::{blockers, clock};
 use crate::model::facts::{Blocker, Fact, Holder, Stray};
-use crate::model::ids::{Generation, SessionId};
-use crate::model::session::{Session, State};
-use crate::model::step::Event;
+use crate::model::ids::{Generation, PublicationKey, SessionId};
+use crate::model::session::{Loss, Session, State};
+use crate::model::step::{Event, Published};
 use crate::model::time::BootNs;
+use crate::upper::changes::Format;
+use crate::upper::layer::{self, Source};
 use crate::upper::print::{self, Print};
 use crate::workload::InitRecord;
 
@@ -336,6 +340,35 @@ pub fn uppers(host: &Arc<Host>, due: BootNs) -> BootNs {
 pub fn next_look(host: &Host, begun: BootNs) -> BootNs {
     let now = clock::now();
     now.plus(host.config.preserve.sweep.max(now.since(begun) * REST))
+}
+
+/// What a session hears of a publication. If that held all of its upper when it was closed, and nobody knew
+/// what became of it, the upper is read once more before it counts as clean: whoever reached it past the
+/// overlay meanwhile has bytes in it that no head has.
+pub fn heard(
+    host: &Host,
+    slot: &Slot,
+    s: &Session,
+    key: PublicationKey,
+    outcome: Published,
+) -> Result<Vec<Event>, String> {
+    let closing =
+        matches!(s.loss, Some(Loss::Closed { offered: Some(offered), .. }) if offered == key);
+    let committed = matches!(outcome, Published::Committed { .. });
+    let mut events = Vec::new();
+    if let Some(layer) = s.unknown.get(&key).filter(|_| closing && committed) {
+        let stop = || host.stopping();
+        let now = host.with_upper(slot, |upper| {
+            let upper = Dir::open(upper)?;
+            layer::diff_id(Source::Upper(upper.as_fd(), Format::Trusted), &stop)
+        })?;
+        if now.map_err(text)? != *layer {
+            let seen = "it is not what was published any more".to_owned();
+            events.push(Event::UpperChanged { seen });
+        }
+    }
+    events.push(Event::Published { key, outcome });
+    Ok(events)
 }
 
 /// Compares a stopped session's upper with its print, or takes one. Not while a seal is under way,

@@ -101,9 +101,11 @@ pub(super) fn after(place: &Place) {
 /// A close is neither done nor failed while nobody knows. Once it turns out that everything was
 /// published, nothing is kept; if not, all of it is.
 pub(super) fn close(place: &Place) {
-    for (n, point, happened) in
-        [(0, "authority.publish.before", false), (1, "authority.publish.after", true)]
-    {
+    for (n, point, happened, reached) in [
+        (0, "authority.publish.before", false, false),
+        (1, "authority.publish.after", true, false),
+        (2, "authority.publish.after", true, true),
+    ] {
         let mut host = Host::new(place, &format!("h{n}"));
         let (sent, resolved) = (Switch::off(&host, "sent"), Switch::off(&host, "resolved"));
         let plan = format!("{};{}", sent.plan(point), resolved.plan("authority.resolve.before"));
@@ -118,9 +120,19 @@ pub(super) fn close(place: &Place) {
         let key = view["unknown"][0].as_str().unwrap();
         assert!(said.contains(&format!("overfence publication show {key}")), "{said}");
         assert!(view["trouble"].as_str().unwrap().contains(key), "{view:#}");
+        let late = path_of(&view, "upper").join("late");
+        if reached {
+            std::fs::write(&late, "past the overlay").unwrap();
+        }
         sent.over();
         resolved.over();
-        if happened {
+        if reached {
+            // Not all of it is in the head.
+            let view = settled(&host, &id);
+            assert_eq!((&view["state"], view["altered"].is_string()), (&"PRESERVED".into(), true));
+            assert_eq!(std::fs::read_to_string(&late).unwrap(), "past the overlay");
+            assert_eq!(stored(&host, "f").as_deref(), Some("at the end"));
+        } else if happened {
             wait(&host, "it ends clean", || {
                 host.must(&["session", "list"]) == Value::Array(vec![])
             });

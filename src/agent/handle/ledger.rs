@@ -9,6 +9,7 @@ use super::{Agent, actor, denied, unavailable, unique, workspace_id};
 use crate::agent::effects::text;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
+use crate::agent::keep;
 use crate::agent::slot::{Slot, draft};
 use crate::failpoint;
 use crate::model::code::Code;
@@ -17,7 +18,7 @@ use crate::model::journal::{Draft, Journal};
 use crate::model::ledger::{KeyState, Publication, Which};
 use crate::model::request::{Begin, Begun, Request, Settlement};
 use crate::model::session::{Session, Stage, Work};
-use crate::model::step::{Event, Published};
+use crate::model::step::Published;
 use crate::model::view::{
     AssignPublication, AssignRequest, BeginRequest, BegunRequest, PublicationView, RequestView,
     SettleRequest,
@@ -298,11 +299,12 @@ impl Host {
         failpoint::lost("authority.begin.before").map_err(lost)?;
         let answer = self.authority.begin(begin, Box::new(rider)).map_err(unavailable)?;
         // It may be sent from here on: an older copy of the database that knows nothing of it must show.
-        self.store.anchor().map_err(unavailable)?;
-        failpoint::lost("authority.begin.after").map_err(|why| {
+        let recorded = |why| {
             let key = &begin.key;
             lost(format!("{why}: it may be recorded; say it again with the same key {key}"))
-        })?;
+        };
+        self.store.anchor().map_err(|fault| recorded(text(fault)))?;
+        failpoint::lost("authority.begin.after").map_err(recorded)?;
         let refused = |code: Code, request: Option<Request>| {
             self.metrics.request_refused(code);
             let detail = match &request {
@@ -362,7 +364,10 @@ impl Host {
             | KeyState::Forgotten => return Err(Code::KeyForgotten.into()),
         };
         if let Some(slot) = slot.filter(|slot| slot.session().unknown.contains_key(&key)) {
-            self.apply(&slot, Event::Published { key, outcome }, by);
+            let heard = keep::heard(self, &slot, &slot.session(), key, outcome);
+            for event in heard.map_err(|why| Failure::new(Code::Internal, why))? {
+                self.apply(&slot, event, by);
+            }
         }
         Ok(())
     }

@@ -17,6 +17,7 @@ use overfence::upper::bundle::{self, Provenance, Readers};
 use overfence::upper::changes::Format;
 use overfence::upper::layer::{self, Source, Writers};
 use overfence::upper::lowers::Lowers;
+use overfence::upper::print::{self, Printer};
 use overfence::upper::store::LayerStore;
 
 use crate::host::{Place, Test};
@@ -310,8 +311,12 @@ fn round(dir: &Path, seed: u64) {
     let upper = Dir::open(&first.upper).unwrap();
     let source = Source::Upper(upper.as_fd(), Format::Trusted);
     let below = Lowers::new(vec![Dir::open(&lower).unwrap()]);
+    let print = print::take(&first.upper, &|| false).unwrap();
+    let mut printer = Printer::new(Some(&print));
+    let (frozen, on) = (Writers::Frozen, &|| false);
     let captured =
-        layer::capture_told(source, Some(below), Writers::Frozen, &layers, &|| false).unwrap();
+        layer::capture_told(source, Some(below), &mut printer, frozen, &layers, on).unwrap();
+    assert_eq!(printer.compared(Some(&print)), None, "seed {seed}: a capture's print is another");
     let path = dir.join("bundle");
     bundle::export(&layers, captured.diff_id, &provenance(), &path, Readers::Owner, &|| false)
         .unwrap();

@@ -28,7 +28,6 @@ use crate::model::workspace::{KeyState, Publish, Refusal, Seen};
 use crate::progress::{Amount, Counted, What};
 use crate::upper::changes::{self, Format};
 use crate::upper::layer::{self, Captured, Source, Writers};
-use crate::upper::lowers::Lowers;
 use crate::upper::remove::{self, ProvedGone};
 use crate::upper::store::LayerStore;
 
@@ -571,22 +570,6 @@ pub fn capture_upper(
     }
     let source = Source::Upper(dir.as_fd(), Format::Trusted);
     layer::capture(source, Writers::Frozen, layers, stop).map(Some)
-}
-
-/// Captures a stopped upper for a bundle: each entry says what it is to the base, where that can be
-/// read. An empty one gives no layer.
-pub fn capture_delta(
-    layers: &LayerStore,
-    upper: &Path,
-    base: Option<Lowers>,
-    stop: crate::upper::Stop<'_>,
-) -> crate::upper::Result<Option<Captured>> {
-    let dir = Dir::open(upper)?;
-    if changes::is_empty(dir.as_fd())? {
-        return Ok(None);
-    }
-    let source = Source::Upper(dir.as_fd(), Format::Trusted);
-    layer::capture_told(source, base, Writers::Frozen, layers, stop).map(Some)
 }
 
 /// An error with all its causes, in one line.

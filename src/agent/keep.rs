@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::AsFd as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -29,7 +29,7 @@ use crate::model::step::{Event, Published};
 use crate::model::time::BootNs;
 use crate::upper::changes::Format;
 use crate::upper::layer::{self, Source};
-use crate::upper::print::{self, Print};
+use crate::upper::print::{self, Print, Printer};
 use crate::workload::InitRecord;
 
 /// A look at all uppers, or at all mounts, is followed by none for so many times as long as it took.
@@ -371,10 +371,29 @@ pub fn heard(
     Ok(events)
 }
 
-/// Compares a stopped session's upper with its print, or takes one. Not while a seal is under way,
-/// which changes the upper itself.
+/// Compares a stopped session's upper with its print, or takes one.
 pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) {
-    let (state, known) = {
+    let Some(look) = looking(host, slot) else { return };
+    let stop = || host.stopping() || !look.holds(host, slot);
+    match print::look(&slot.dirs.upper, look.printer(), &stop) {
+        Ok(printer) => look.ended(host, slot, printer),
+        Err(crate::upper::Error::Stopped) => {}
+        Err(fault) => {
+            tracing::warn!(OVERFENCE_SESSION = %slot.id, "its upper was not looked at: {}", text(fault));
+        }
+    }
+}
+
+/// A look at a stopped session's upper: what it was then, and the print that there is.
+pub struct Look {
+    generation: Generation,
+    sealed: bool,
+    known: Option<Taken>,
+}
+
+/// Begins a look. `None`: not now; a seal that is under way changes the upper itself.
+pub fn looking(host: &Host, slot: &Slot) -> Option<Look> {
+    let (generation, sealed, known) = {
         let mut inner = slot.lock();
         let s = &inner.session;
         let stopped = matches!(s.state, State::Fenced | State::Preserved)
@@ -384,49 +403,56 @@ pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) {
             && host.under_way.sealing(slot.id).is_none()
             && s.seal == s.facts.has(Fact::Sealed);
         if !stopped {
-            return;
+            return None;
         }
-        let state = (s.generation, s.seal);
+        let (generation, sealed) = (s.generation, s.seal);
         inner.kept.looked = true;
-        (state, inner.kept.print.clone())
+        (generation, sealed, inner.kept.print.clone())
     };
-    let path = slot.dirs.root.join("print");
-    let known = known.or_else(|| read::<Taken>(&path));
-    let known = known.filter(|taken| (taken.generation, taken.sealed) == state);
-    let still = || {
+    let known = known.or_else(|| read::<Taken>(&print_of(slot)));
+    let known = known.filter(|taken| (taken.generation, taken.sealed) == (generation, sealed));
+    Some(Look { generation, sealed, known })
+}
+
+fn print_of(slot: &Slot) -> PathBuf {
+    slot.dirs.root.join("print")
+}
+
+impl Look {
+    /// For who goes through the upper.
+    pub fn printer(&self) -> Printer {
+        Printer::new(self.earlier())
+    }
+
+    fn earlier(&self) -> Option<&Print> {
+        self.known.as_ref().map(|taken| &taken.print)
+    }
+
+    /// Whether the session is still what it was.
+    fn holds(&self, host: &Host, slot: &Slot) -> bool {
         let inner = slot.lock();
         let s = &inner.session;
         let sealing = host.under_way.sealing(slot.id).is_some();
-        fenced(s) && (s.generation, s.seal) == state && !sealing
-    };
-    let stop = || host.stopping() || !still();
-    let top = &slot.dirs.upper;
-    let looked = match &known {
-        Some(taken) => print::compare(top, &taken.print, &stop),
-        None => print::take(top, &stop).map(|print| Some((print, String::new()))),
-    };
-    let news = match looked {
-        Ok(news) => news,
-        Err(crate::upper::Error::Stopped) => return,
-        Err(fault) => {
-            tracing::warn!(OVERFENCE_SESSION = %slot.id, "its upper was not looked at: {}", text(fault));
+        fenced(s) && (s.generation, s.seal) == (self.generation, self.sealed) && !sealing
+    }
+
+    /// Ends the look, with what a walk through everything met. What was changed is told.
+    pub fn ended(self, host: &Arc<Host>, slot: &Arc<Slot>, printer: Printer) {
+        let Some((print, seen)) = printer.compared(self.earlier()) else {
+            slot.lock().kept.print = self.known;
+            return;
+        };
+        if !self.holds(host, slot) {
             return;
         }
-    };
-    let Some((print, seen)) = news else {
-        slot.lock().kept.print = known;
-        return;
-    };
-    if !still() {
-        return;
+        if !seen.is_empty() {
+            tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "its upper was changed past the overlay: {seen}");
+            host.apply(slot, Event::UpperChanged { seen }, "foreign");
+        }
+        let taken = Taken { generation: self.generation, sealed: self.sealed, print };
+        if let Err(why) = replace(&print_of(slot), &taken) {
+            tracing::warn!(OVERFENCE_SESSION = %slot.id, "{why}");
+        }
+        slot.lock().kept.print = Some(taken);
     }
-    if !seen.is_empty() {
-        tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "its upper was changed past the overlay: {seen}");
-        host.apply(slot, Event::UpperChanged { seen }, "foreign");
-    }
-    let taken = Taken { generation: state.0, sealed: state.1, print };
-    if let Err(why) = replace(&path, &taken) {
-        tracing::warn!(OVERFENCE_SESSION = %slot.id, "{why}");
-    }
-    slot.lock().kept.print = Some(taken);
 }

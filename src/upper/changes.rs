@@ -14,6 +14,7 @@ use std::os::unix::ffi::OsStrExt as _;
 
 use rustix::fs::FileType;
 
+use super::print::Printer;
 use super::tree::{Step, Walk, reopen};
 use super::{At as _, Error, Result, Shown};
 use crate::kernel::walk::{Dir, Entry, Info, xattrs_of_open};
@@ -143,7 +144,7 @@ fn marks(
 }
 
 /// The changes in an upper in byte order, parents before children.
-pub struct Changes {
+pub struct Changes<'p> {
     walk: Walk,
     format: Format,
     /// For each level: whether its directory holds whiteouts of the xattr form.
@@ -154,9 +155,10 @@ pub struct Changes {
     /// Keeps the mount that is walked through.
     apart: Option<OwnedFd>,
     file: Option<File>,
+    printer: Option<&'p mut Printer>,
 }
 
-impl Changes {
+impl<'p> Changes<'p> {
     /// Starts to walk an upper. The first change is the upper's own top directory, whose owner,
     /// mode and times the merged top directory has.
     pub fn new(upper: BorrowedFd<'_>, format: Format) -> Result<Self> {
@@ -173,6 +175,7 @@ impl Changes {
             reading: false,
             apart: None,
             file: None,
+            printer: None,
         })
     }
 
@@ -200,6 +203,11 @@ impl Changes {
         Self { live: true, ..self }
     }
 
+    /// Makes a print of the upper on the way.
+    pub(super) fn printed(self, printer: &'p mut Printer) -> Self {
+        Self { printer: Some(printer), ..self }
+    }
+
     /// The directory that holds the change returned last; for a directory, itself.
     pub(super) fn here(&self) -> &Dir {
         self.walk.here()
@@ -214,6 +222,9 @@ impl Changes {
                 None => return Ok(None),
                 Some(Step::Left) => {
                     self.xattr_whiteouts.pop();
+                    if let Some(printer) = &mut self.printer {
+                        printer.left();
+                    }
                 }
                 Some(Step::Name(entry)) => match self.change(&entry) {
                     Err(fault) if self.live && super::diff::vanished(&fault) => {}
@@ -232,14 +243,21 @@ impl Changes {
             Some(_) if regular => here.open_at_once(&entry.name),
             Some(_) | None => None,
         };
+        let mut print = |info: &Info| {
+            if let Some(printer) = &mut self.printer {
+                printer.name(here.path(), &entry.name, info);
+            }
+        };
         let (info, xattrs) = match at_once {
             Some((file, info)) => {
+                print(&info);
                 let xattrs = xattrs_of_open(&file);
                 self.file = Some(file.into());
                 (info, xattrs)
             }
             None => {
                 let held = here.hold(&entry.name)?;
+                print(&held.info);
                 if held.info.is_whiteout() {
                     let (kind, info) = (Kind::Whiteout, held.info);
                     return Ok(Change { path, kind, info, xattrs: Xattrs::new() });
@@ -287,7 +305,7 @@ impl Changes {
     }
 }
 
-impl Iterator for Changes {
+impl Iterator for Changes<'_> {
     type Item = Result<Change>;
 
     fn next(&mut self) -> Option<Self::Item> {

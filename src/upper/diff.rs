@@ -22,7 +22,7 @@ use crate::model::view::{Aspect, Change, DiffRow, FileKind, Mark, PathText, Told
 
 /// The rows of a diff, in the byte order of paths, parents before children.
 pub struct Diff<'s> {
-    changes: Changes,
+    changes: Changes<'static>,
     judge: Judge<'s>,
     live: bool,
 }

@@ -18,6 +18,7 @@ use super::diff::Judge;
 use super::gather::Aside;
 use super::lowers::Lowers;
 use super::pack::{Pack, Tally};
+use super::print::Printer;
 use super::store::{LayerInfo, LayerStore};
 use super::tarfmt::{self, Writer};
 use super::{At as _, Error, Result, Shown, Stop, path_of};
@@ -111,10 +112,11 @@ pub fn capture(
 
 /// As [`capture`], for a bundle: each entry says what it is to `base`, the layers that the upper was
 /// mounted on. The layer is another one than without. It is read back from its file, whole, as it is
-/// written.
+/// written, and `printer` has seen everything in it when this returns a layer.
 pub fn capture_told(
     source: Source<'_>,
     base: Option<Lowers>,
+    printer: &mut Printer,
     writers: Writers,
     store: &LayerStore,
     stop: Stop<'_>,
@@ -122,7 +124,7 @@ pub fn capture_told(
     captured(source, store, stop, |(changes, plain), tally, file| {
         let judge = base.map(|base| Judge::new(base, stop));
         read_back(file, stop, |file| {
-            pack_into(file, changes, |out| Pack {
+            pack_into(file, changes.printed(printer), |out| Pack {
                 judge,
                 ..Pack::new(out, plain, writers, stop, tally)
             })
@@ -134,7 +136,7 @@ fn captured(
     source: Source<'_>,
     store: &LayerStore,
     stop: Stop<'_>,
-    pack: impl FnOnce((Changes, bool), &mut Tally, &File) -> Result<LayerInfo>,
+    pack: impl FnOnce((Changes<'_>, bool), &mut Tally, &File) -> Result<LayerInfo>,
 ) -> Result<Captured> {
     let begun = Instant::now();
     let changes = changes_of(source)?;
@@ -146,7 +148,7 @@ fn captured(
 
 fn pack_into<'t, F: Write>(
     file: F,
-    changes: Changes,
+    changes: Changes<'_>,
     pack: impl FnOnce(Writer<Sink<F>>) -> Pack<'t, Sink<F>>,
 ) -> Result<LayerInfo> {
     let sink = Sink::new(file).at("compress", path_of(b"the layer"))?;
@@ -190,7 +192,7 @@ pub(super) fn spool(
     end.at("write", path_of(b"what is gathered"))
 }
 
-fn changes_of(source: Source<'_>) -> Result<(Changes, bool)> {
+fn changes_of(source: Source<'_>) -> Result<(Changes<'static>, bool)> {
     Ok(match source {
         Source::Upper(fd, format) => (Changes::reading(fd, format, without_devices(fd))?, false),
         // What is mounted in it is met, and refused: a layer without it is not what somebody sees there.

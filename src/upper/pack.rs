@@ -78,7 +78,7 @@ struct Met {
 
 /// Hands over the changes, some at a time, until nobody takes them any more.
 fn walk(
-    mut changes: Changes,
+    mut changes: Changes<'_>,
     mut judge: Option<Judge<'_>>,
     stop: Stop<'_>,
     give: &SyncSender<Result<Vec<Met>>>,
@@ -139,7 +139,7 @@ impl<'t, W: Write> Pack<'t, W> {
 
     /// Packs all changes. A thread of its own goes ahead through the tree, since for small files that
     /// takes as long as the rest.
-    pub(super) fn all(&mut self, changes: Changes) -> Result<()> {
+    pub(super) fn all(&mut self, changes: Changes<'_>) -> Result<()> {
         let (give, met) = sync_channel(AHEAD);
         let (judge, stop) = (self.judge.take(), self.stop);
         std::thread::scope(|scope| {

@@ -6,6 +6,7 @@
 //! kernel 6.13) of the newest one that the print saw, by whoever changes that very file; stores into a
 //! page that is dirty already, until it was written out.
 
+use std::ffi::OsStr;
 use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
@@ -14,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
 use super::tree::{Step, Walk};
-use super::{Error, Result, Stop};
-use crate::kernel::walk::Dir;
+use super::{Result, Stop, go_on};
+use crate::kernel::walk::{Dir, Info};
 use crate::model::head::Digest;
 
 /// How many changed paths are named.
@@ -33,63 +34,99 @@ pub struct Print {
     pub sum: Digest,
 }
 
-/// A print, and what was changed after `since`.
-fn look(top: &Path, since: Option<(i64, u32)>, stop: Stop<'_>) -> Result<(Print, Vec<String>)> {
+/// Makes a print of what a [`Walk`] meets; for one that is made for something else as well.
+#[derive(Debug)]
+pub struct Printer {
+    sum: Sha256,
+    entries: u64,
+    newest: (i64, u32),
+    /// Of the earlier print, if there is one.
+    since: Option<(i64, u32)>,
+    changed: Vec<String>,
+}
+
+impl Printer {
+    /// For a first print, or for one that is compared with an earlier one.
+    pub fn new(earlier: Option<&Print>) -> Self {
+        let since = earlier.map(|print| print.newest);
+        Self { sum: Sha256::new(), entries: 0, newest: (0, 0), since, changed: Vec::new() }
+    }
+
+    /// A name in the directory at this path.
+    pub(super) fn name(&mut self, dir: &Path, name: &OsStr, info: &Info) {
+        let ctime = (info.ctime_s, info.ctime_ns);
+        self.sum.update(name.as_bytes());
+        self.sum.update([b'/']);
+        self.sum.update(info.ino.to_le_bytes());
+        self.sum.update(ctime.0.to_le_bytes());
+        self.sum.update(ctime.1.to_le_bytes());
+        self.entries += 1;
+        self.newest = self.newest.max(ctime);
+        if self.changed.len() <= NAMED && self.since.is_some_and(|since| ctime > since) {
+            self.changed.push(dir.join(name).display().to_string());
+        }
+    }
+
+    /// A directory that was entered is done.
+    pub(super) fn left(&mut self) {
+        self.sum.update([0]);
+    }
+
+    fn print(&self) -> Print {
+        let sum = Digest(self.sum.clone().finalize().into());
+        Print { entries: self.entries, newest: self.newest, sum }
+    }
+
+    /// The print, after a whole walk, and what differs from the earlier one in words: nothing for a first
+    /// one. `None`: it is the earlier one.
+    pub fn compared(self, earlier: Option<&Print>) -> Option<(Print, String)> {
+        let now = self.print();
+        let Some(earlier) = earlier else { return Some((now, String::new())) };
+        if now == *earlier {
+            return None;
+        }
+        let mut words = Vec::new();
+        if !self.changed.is_empty() {
+            let more = if self.changed.len() > NAMED { " and more" } else { "" };
+            let named = self.changed.len().min(NAMED);
+            words.push(format!("changed: {}{more}", self.changed[..named].join(", ")));
+        }
+        if now.entries != earlier.entries {
+            words.push(format!("{} names, there were {}", now.entries, earlier.entries));
+        }
+        if words.is_empty() {
+            words.push("inodes or change times differ, none is newer".to_owned());
+        }
+        Some((now, words.join("; ")))
+    }
+}
+
+/// Goes through everything below a directory.
+pub fn look(top: &Path, mut printer: Printer, stop: Stop<'_>) -> Result<Printer> {
     let mut walk = Walk::new(Dir::open(top)?.as_fd())?;
-    let mut sum = Sha256::new();
-    let (mut entries, mut newest, mut changed) = (0_u64, (0, 0), Vec::new());
     while let Some(step) = walk.step()? {
         let Step::Name(entry) = step else {
-            sum.update([0]);
+            printer.left();
             continue;
         };
-        if stop.over() {
-            return Err(Error::Stopped);
-        }
+        go_on(stop)?;
         let info = walk.here().stat(&entry.name)?;
-        let ctime = (info.ctime_s, info.ctime_ns);
-        sum.update(entry.name.as_bytes());
-        sum.update([b'/']);
-        sum.update(info.ino.to_le_bytes());
-        sum.update(ctime.0.to_le_bytes());
-        sum.update(ctime.1.to_le_bytes());
-        entries += 1;
-        newest = newest.max(ctime);
-        if since.is_some_and(|since| ctime > since) {
-            changed.push(walk.here().path().join(&entry.name).display().to_string());
-            changed.truncate(NAMED + 1);
-        }
+        printer.name(walk.here().path(), &entry.name, &info);
         if info.kind.is_dir() {
             walk.enter(&entry)?;
         }
     }
-    Ok((Print { entries, newest, sum: Digest(sum.finalize().into()) }, changed))
+    Ok(printer)
 }
 
 /// Takes the print of everything below a directory.
 pub fn take(top: &Path, stop: Stop<'_>) -> Result<Print> {
-    look(top, None, stop).map(|(print, _)| print)
+    look(top, Printer::new(None), stop).map(|printer| printer.print())
 }
 
 /// Compares a directory with an earlier print of it: the present one, and what differs in words.
 pub fn compare(top: &Path, earlier: &Print, stop: Stop<'_>) -> Result<Option<(Print, String)>> {
-    let (now, changed) = look(top, Some(earlier.newest), stop)?;
-    if now == *earlier {
-        return Ok(None);
-    }
-    let mut words = Vec::new();
-    if !changed.is_empty() {
-        let more = if changed.len() > NAMED { " and more" } else { "" };
-        let named = changed.len().min(NAMED);
-        words.push(format!("changed: {}{more}", changed[..named].join(", ")));
-    }
-    if now.entries != earlier.entries {
-        words.push(format!("{} names, there were {}", now.entries, earlier.entries));
-    }
-    if words.is_empty() {
-        words.push("inodes or change times differ, none is newer".to_owned());
-    }
-    Ok(Some((now, words.join("; "))))
+    look(top, Printer::new(Some(earlier)), stop).map(|printer| printer.compared(Some(earlier)))
 }
 
 #[cfg(test)]
@@ -143,6 +180,6 @@ mod tests {
     fn a_stop_stops_it() {
         let tmp = tempfile::tempdir().unwrap();
         std::fs::write(tmp.path().join("f"), "").unwrap();
-        assert!(matches!(take(tmp.path(), &|| true), Err(Error::Stopped)));
+        assert!(matches!(take(tmp.path(), &|| true), Err(super::super::Error::Stopped)));
     }
 }

@@ -73,6 +73,8 @@ fn written(place: &Place) {
     host.must(&["preserved", "export", &id, "--dest", bundle.to_str().unwrap()]);
     let view = host.must(&["session", "inspect", &id]);
     assert!(altered(&view).contains("new"), "{view:#}");
+    let inside = host.must(&["bundle", "inspect", bundle.to_str().unwrap()]).to_string();
+    assert!(inside.contains("changed: new"), "{inside}");
 
     // A person lets it run on; from then on what is in the upper is its own.
     let args = ["readmit", &id, "--authorised-by", "me", "--reason", "test"];

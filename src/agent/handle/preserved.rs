@@ -1,17 +1,18 @@
 //! Preserved deltas: show, export, discard, keep; and what can be removed.
 
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::os::fd::AsFd as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Agent, PATIENCE, actor, denied, drop_scratch, internal, of_upper};
-use crate::agent::effects::capture_delta;
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
 use crate::agent::keep;
 use crate::agent::recover::unknown;
 use crate::agent::slot::{Applied, Inner, Slot};
+use crate::kernel::walk::Dir;
 use crate::model::classify::{Plan, Record};
 use crate::model::code::Code;
 use crate::model::facts::Fact;
@@ -25,9 +26,12 @@ use crate::model::view::{
 use crate::progress::{Amount, Counted, What};
 use crate::store::Durability;
 use crate::upper::bundle::{self, Provenance, Readers};
-use crate::upper::layer::{Captured, Escaped};
-use crate::upper::remove;
+use crate::upper::changes::{self, Format};
+use crate::upper::layer::{self, Captured, Escaped, Source, Writers};
+use crate::upper::lowers::Lowers;
+use crate::upper::print::Printer;
 use crate::upper::store::LayerStore;
+use crate::upper::{Stop, remove};
 
 impl Agent {
     /// Deltas that no publication holds.
@@ -201,8 +205,9 @@ fn export(
         |dest| (dest, Readers::Usual),
     );
     bundle::refuse_taken(&to.0).map_err(of_upper)?;
-    // Whoever changed it meanwhile is in the bundle's evidence.
-    keep::upper(host, slot);
+    // One walk for both: of millions of files it takes most of the time.
+    let look = keep::looking(host, slot);
+    let mut printer = look.as_ref().map_or_else(|| Printer::new(None), keep::Look::printer);
     let scratch = host.paths.exports.join(PublicationKey::fresh().to_string());
     // Nobody waits for a bundle of what is being removed, readmitted, or served by no agent.
     let stop = || {
@@ -217,11 +222,16 @@ fn export(
             .with_upper(slot, |upper| {
                 host.showing(slot, What::Capture, slot.measured(), |progress| {
                     let stop = Counted { stop: &stop, progress };
-                    capture_delta(&layers, upper, base, &stop)
+                    capture(&layers, upper, base, &mut printer, &stop)
                 })
             })
-            .map_err(|why| Failure::new(Code::MountFailed, why))?
-            .map_err(of_upper)?;
+            .map_err(|why| Failure::new(Code::MountFailed, why))?;
+        // Whoever changed it since the last look is in the bundle's evidence.
+        match look {
+            Some(look) if matches!(captured, Ok(Some(_))) => look.ended(host, slot, printer),
+            _ => keep::upper(host, slot),
+        }
+        let captured = captured.map_err(of_upper)?;
         let Some(captured) = captured else {
             let text = format!(
                 "session {} changed nothing: there is nothing to export; `preserved discard` \
@@ -250,6 +260,23 @@ fn export(
     let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
     host.store.record(&journal, Durability::Full).map_err(internal)?;
     Ok(made)
+}
+
+/// Captures a stopped upper for a bundle: each entry says what it is to the base, where that can be
+/// read. An empty one gives no layer.
+fn capture(
+    layers: &LayerStore,
+    upper: &Path,
+    base: Option<Lowers>,
+    printer: &mut Printer,
+    stop: Stop<'_>,
+) -> crate::upper::Result<Option<Captured>> {
+    let dir = Dir::open(upper)?;
+    if changes::is_empty(dir.as_fd())? {
+        return Ok(None);
+    }
+    let source = Source::Upper(dir.as_fd(), Format::Trusted);
+    layer::capture_told(source, base, printer, Writers::Frozen, layers, stop).map(Some)
 }
 
 /// Whether nothing can have changed the upper from `before` to `now`. From `frozen` alone a system

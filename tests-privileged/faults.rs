@@ -280,10 +280,15 @@ fn second_life(host: &mut Host, fault: &Fault, n: usize) -> Vec<String> {
     let held = std::fs::File::create(merged.join("one")).unwrap();
     let fence = ["fence", &id, "--reason", "test", "--to", "sealed", "--wait=2s"];
     if image {
-        // An image is frozen without being asked for, while nobody waits.
+        // An image is frozen without being asked for, while nobody waits: the fault is met there, or not.
+        let from = host.log().len();
         fault.arm();
         host.must(&fence[..4]);
-        std::thread::sleep(STANDS);
+        let met = || {
+            let view = host.must(&["session", "inspect", &id]);
+            has(&view, "upper-frozen") || host.log()[from..].contains(&fault.text())
+        };
+        assert!(until(met), "{}: not frozen, and no fault told\n{}", fault.point, host.log());
         truths(host, fault);
         stopped(host, fault, &id);
         fault.clear();

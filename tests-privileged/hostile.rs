@@ -4,18 +4,82 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use rustix::fs::XattrFlags;
 use serde_json::{Value, json};
 use sha2::Digest as _;
 
 use crate::agent_process::{Host, id_of, path_of};
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "a_hostile_bundle_touches_nothing_outside", run: bundles },
         Test { name: "a_diff_of_a_hostile_upper_comes_to_its_end", run: upper },
         Test { name: "a_diff_beside_a_writer_is_whole_or_says_so", run: beside },
+        Test {
+            name: "attributes_that_no_layer_can_have_lose_nothing",
+            run: |p| fat(p, &["mkfs.xfs", "-q", "-f", "-m", "reflink=0"]),
+        },
+        Test {
+            name: "attributes_that_no_layer_can_have_lose_nothing_beside_clones",
+            run: |p| fat(p, &["mkfs.xfs", "-q", "-f"]),
+        },
     ]
+}
+
+/// The owner of a file on xfs may give it hundreds of MiB of attributes. What was committed could not be
+/// read again, and its upper went with the session.
+fn fat(place: &Place, make: &[&str]) {
+    let mut host = crate::reflink::host_made(place, make, 1 << 30, None);
+    let opened = host.open("w", &paced_ttl(60));
+    let (id, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    std::fs::write(merged.join("kept"), "bytes").unwrap();
+    let fat = merged.join("fat");
+    std::fs::write(&fat, "").unwrap();
+    let name = |n: usize| format!("user.{n}");
+    for n in 0..300 {
+        rustix::fs::setxattr(&fat, name(n), &[n as u8; 65_536], XattrFlags::CREATE).unwrap();
+    }
+    let refused = |args: &[&str]| {
+        let out = host.run(args);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(4), "{args:?}: {said}");
+        let clear = said.contains("upper_refused") && said.contains("fat cannot go into a layer");
+        assert!(clear && said.contains("more than 4 MiB; remove some"), "{said}");
+    };
+    refused(&["session", "checkpoint", &id]);
+    assert_eq!(host.must(&["workspace", "status", "w"])["version"], 0);
+    let peak = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", host.agent_pid())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmHWM")).unwrap().to_owned();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    assert!(peak() < 200 << 10, "{} KiB", peak());
+    for n in 60..300 {
+        rustix::fs::removexattr(&fat, name(n)).unwrap();
+    }
+    host.must(&["session", "checkpoint", &id]);
+    host.must(&["session", "close", &id]);
+    let opened = host.open("w", &paced_ttl(60));
+    let (id, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    let fat = merged.join("fat");
+    let mut value = vec![0; 70_000];
+    for n in 0..60 {
+        let bytes = rustix::fs::getxattr(&fat, name(n), &mut value[..]).unwrap();
+        assert!(bytes == 65_536 && value[..bytes].iter().all(|b| *b == n as u8));
+    }
+    assert_eq!(std::fs::read_to_string(merged.join("kept")).unwrap(), "bytes");
+
+    // A stale one keeps its bytes until somebody can say what is to become of them.
+    for n in 60..70 {
+        rustix::fs::setxattr(&fat, name(n), &[n as u8; 65_536], XattrFlags::CREATE).unwrap();
+    }
+    host.must(&["fence", &id, "--to", "read-only", "--reason", "test", "--wait"]);
+    let bundle = host.dir.join("bundle");
+    refused(&["preserved", "export", &id, "--dest", bundle.to_str().unwrap(), "--dispose"]);
+    assert!(!bundle.exists());
+    assert!(path_of(&opened["session"], "upper").join("fat").exists());
+    host.stop();
 }
 
 const BY: [&str; 4] = ["--authorised-by", "ann", "--reason", "a test"];

@@ -71,8 +71,13 @@ fn make(kind: &str) -> &'static [&'static str] {
 
 /// A host whose state lies on such a disk.
 fn host_on(place: &Place, kind: &str, bytes: u64, failpoints: Option<&str>) -> Host {
+    host_made(place, make(kind), bytes, failpoints)
+}
+
+/// The same, made by this command.
+pub fn host_made(place: &Place, make: &[&str], bytes: u64, failpoints: Option<&str>) -> Host {
     let mut host = Host::new(place, "h");
-    disk(place, "h/state", make(kind), bytes);
+    disk(place, "h/state", make, bytes);
     let text = std::fs::read_to_string(&host.config).unwrap();
     std::fs::write(&host.config, format!("reserve_mib = 8\n{text}")).unwrap();
     assert!(host.start(failpoints), "{}", host.log());
@@ -180,8 +185,7 @@ fn runs_on(place: &Place, kind: &str) {
     File::create(&go).unwrap();
     let (mut head, mut rewritten, mut shown) = ([1; 4096], None, None);
     let answered = loop {
-        if let Some(status) = asked.try_wait().unwrap() {
-            assert!(status.success(), "{}", host.log());
+        if asked.try_wait().unwrap().is_some() {
             break begun.elapsed();
         }
         File::open(upper.join("big")).unwrap().read_exact_at(&mut head, 0).unwrap();
@@ -195,6 +199,8 @@ fn runs_on(place: &Place, kind: &str) {
         std::thread::sleep(Duration::from_millis(1));
     };
     let out = asked.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{said}\n{}", host.log());
     let done: Value = serde_json::from_slice(&out.stdout).unwrap();
     let frozen = Duration::from_millis(done["frozen_ms"].as_u64().unwrap());
     eprintln!(

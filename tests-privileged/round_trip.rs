@@ -400,6 +400,9 @@ fn provenance() -> Provenance {
         exported_at: jiff::Timestamp::UNIX_EPOCH,
         statement: bundle::STATEMENT.to_owned(),
         stable: true,
+        read_again: None,
+        changed: 0,
+        skipped_sockets: 0,
         escaped: Default::default(),
         evidence: serde_json::Value::Null,
     }

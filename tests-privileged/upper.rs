@@ -507,6 +507,9 @@ fn provenance(id: SessionId) -> Provenance {
         exported_at: jiff::Timestamp::UNIX_EPOCH,
         statement: bundle::STATEMENT.into(),
         stable: true,
+        read_again: None,
+        changed: 0,
+        skipped_sockets: 0,
         escaped: Default::default(),
         evidence: serde_json::Value::Null,
     }

@@ -360,7 +360,7 @@ pub fn heard(
         let stop = || host.stopping();
         let now = host.with_upper(slot, |upper| {
             let upper = Dir::open(upper)?;
-            layer::diff_id(Source::Upper(upper.as_fd(), Format::Trusted), &stop)
+            layer::diff_id(Source::Upper(upper.as_fd(), Format::Trusted), None, &stop)
         })?;
         if now.map_err(text)? != *layer {
             let seen = "it is not what was published any more".to_owned();
@@ -371,15 +371,16 @@ pub fn heard(
     Ok(events)
 }
 
-/// Compares a stopped session's upper with its print, or takes one.
-pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) {
-    let Some(look) = looking(host, slot) else { return };
+/// Compares a stopped session's upper with its print, or takes one. Whether it was changed.
+pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) -> bool {
+    let Some(look) = looking(host, slot) else { return false };
     let stop = || host.stopping() || !look.holds(host, slot);
     match print::look(&slot.dirs.upper, look.printer(), &stop) {
         Ok(printer) => look.ended(host, slot, printer),
-        Err(crate::upper::Error::Stopped) => {}
+        Err(crate::upper::Error::Stopped) => false,
         Err(fault) => {
             tracing::warn!(OVERFENCE_SESSION = %slot.id, "its upper was not looked at: {}", text(fault));
+            false
         }
     }
 }
@@ -436,23 +437,26 @@ impl Look {
         fenced(s) && (s.generation, s.seal) == (self.generation, self.sealed) && !sealing
     }
 
-    /// Ends the look, with what a walk through everything met. What was changed is told.
-    pub fn ended(self, host: &Arc<Host>, slot: &Arc<Slot>, printer: Printer) {
+    /// Ends the look, with what a walk through everything met. What was changed is told, and is in the
+    /// evidence when this returns true.
+    pub fn ended(self, host: &Arc<Host>, slot: &Arc<Slot>, printer: Printer) -> bool {
         let Some((print, seen)) = printer.compared(self.earlier()) else {
             slot.lock().kept.print = self.known;
-            return;
+            return false;
         };
         if !self.holds(host, slot) {
-            return;
+            return false;
         }
-        if !seen.is_empty() {
+        let changed = !seen.is_empty();
+        if changed {
             tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "its upper was changed past the overlay: {seen}");
-            host.apply(slot, Event::UpperChanged { seen }, "foreign");
+            host.apply_here(slot, Event::UpperChanged { seen }, "foreign");
         }
         let taken = Taken { generation: self.generation, sealed: self.sealed, print };
         if let Err(why) = replace(&print_of(slot), &taken) {
             tracing::warn!(OVERFENCE_SESSION = %slot.id, "{why}");
         }
         slot.lock().kept.print = Some(taken);
+        changed
     }
 }

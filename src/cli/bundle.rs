@@ -184,9 +184,20 @@ fn shown(view: &BundleView) -> String {
         ("lease ended", from.lease_ended_at.map(|at| at.to_string())),
         ("exported", Some(from.exported_at.to_string())),
         ("stable", Some(if from.stable { "yes" } else { "no: it could change meanwhile" }.into())),
+        ("read again", (!from.stable).then(|| read_again(view))),
+        ("changed while read", (from.changed > 0).then(|| format!("{} files", from.changed))),
+        ("sockets left out", (from.skipped_sockets > 0).then(|| from.skipped_sockets.to_string())),
         ("escaped names", (from.escaped.entries > 0).then(|| escaped(from))),
         ("statement", Some(from.statement.clone())),
     ])
+}
+
+fn read_again(view: &BundleView) -> String {
+    match view.provenance.read_again {
+        Some(layer) if layer == view.layer => "the same".to_owned(),
+        Some(layer) => format!("another layer, {layer}: it changed meanwhile"),
+        None => "it could not be: files kept changing".to_owned(),
+    }
 }
 
 /// Whoever unpacks the layer by other means finds these names changed.

@@ -52,9 +52,11 @@ impl Held {
         super::reopen(&self.handle, flags)
     }
 
-    /// All its extended attributes, sorted by name.
-    pub fn xattrs(&self) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
-        xattrs(&self.handle)
+    /// All its extended attributes, sorted by name, if they have no more bytes than `most`; else
+    /// [`Errno::TOOBIG`].
+    pub fn xattrs(&self, most: usize) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
+        let path = proc_path(&self.handle);
+        named(&self.handle, grow(|buffer| rustix::fs::listxattr(&path, buffer)), most)
     }
 }
 
@@ -235,7 +237,7 @@ impl Dir {
     /// All extended attributes of a name in this directory, sorted by name. Works for symlinks,
     /// fifos, sockets and devices too, and opens none of them.
     pub fn xattrs(&self, name: &OsStr) -> Result<Vec<(OsString, Vec<u8>)>> {
-        self.hold(name)?.xattrs().at("read xattrs of", self.path.join(name))
+        self.hold(name)?.xattrs(usize::MAX).at("read xattrs of", self.path.join(name))
     }
 
     /// All extended attributes of this directory, sorted by name.
@@ -293,26 +295,32 @@ pub fn xattr(fd: impl AsFd, name: &OsStr) -> rustix::io::Result<Option<Vec<u8>>>
 /// All extended attributes of what `fd` is open on (O_PATH too), sorted by name.
 pub fn xattrs(fd: impl AsFd) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
     let path = proc_path(&fd);
-    named(&fd, grow(|buffer| rustix::fs::listxattr(&path, buffer)))
+    named(&fd, grow(|buffer| rustix::fs::listxattr(&path, buffer)), usize::MAX)
 }
 
-/// The same of what is open for reading, which spares the kernel a path.
-pub fn xattrs_of_open(fd: impl AsFd) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
-    named(&fd, grow(|buffer| rustix::fs::flistxattr(&fd, buffer)))
+/// The same of what is open for reading, which spares the kernel a path, if they have no more bytes than
+/// `most`; else [`Errno::TOOBIG`].
+pub fn xattrs_of_open(fd: impl AsFd, most: usize) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
+    named(&fd, grow(|buffer| rustix::fs::flistxattr(&fd, buffer)), most)
 }
 
 fn named(
     fd: impl AsFd,
     names: rustix::io::Result<Vec<u8>>,
+    most: usize,
 ) -> rustix::io::Result<Vec<(OsString, Vec<u8>)>> {
     let names = match names {
         Err(Errno::OPNOTSUPP) => return Ok(Vec::new()),
         answer => answer?,
     };
-    let mut all = Vec::new();
+    let (mut all, mut bytes) = (Vec::new(), 0);
     for name in names.split(|b| *b == 0).filter(|name| !name.is_empty()) {
         let name = OsStr::from_bytes(name);
         if let Some(value) = xattr(&fd, name)? {
+            bytes += name.len() + value.len();
+            if bytes > most {
+                return Err(Errno::TOOBIG);
+            }
             all.push((name.to_owned(), value));
         }
     }

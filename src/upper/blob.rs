@@ -128,9 +128,12 @@ fn read_any(
     // One byte more than allowed tells a longer one.
     let blob = Hashed::new(blob.take(compressed.saturating_add(1)));
     let mut decoder = zstd::Decoder::with_buffer(BufReader::new(blob)).at("decompress", at)?;
-    let mut tar = Hashed::new(decoder.by_ref().take(uncompressed.saturating_add(1)));
+    let tar = Hashed::new(decoder.by_ref().take(uncompressed.saturating_add(1)));
+    // Headers are read one at a time.
+    let mut tar = BufReader::with_capacity(BUFFER, tar);
     let entries = consume(&mut tar)?;
-    let (_, diff_id, size_uncompressed) = tar.finish();
+    io::copy(&mut tar, &mut io::sink()).at("read", at)?;
+    let (_, diff_id, size_uncompressed) = tar.into_inner().finish();
     let mut blob = decoder.finish();
     io::copy(&mut blob, &mut io::sink()).at("read", at)?;
     let (_, blob_digest, size_compressed) = blob.into_inner().finish();

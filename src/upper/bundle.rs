@@ -65,8 +65,17 @@ pub struct Provenance {
     pub exported_at: jiff::Timestamp,
     /// [`STATEMENT`].
     pub statement: String,
-    /// Whether the upper could not change while it was captured (`read-only` was proved).
+    /// Whether the upper could not change while it was captured (`read-only` was proved), and did not.
     pub stable: bool,
+    /// The layer that a second reading gave, where it was not stable. Another one: it changed meanwhile.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_again: Option<Digest>,
+    /// Files that changed while they were captured.
+    #[serde(default)]
+    pub changed: u64,
+    /// Sockets, which a layer cannot carry.
+    #[serde(default)]
+    pub skipped_sockets: u64,
     /// Names that are escaped in the layer, so that nobody unpacks a deletion that was none.
     #[serde(default)]
     pub escaped: Escaped,
@@ -141,6 +150,9 @@ mod tests {
             exported_at: jiff::Timestamp::from_second(1_700_000_100).unwrap(),
             statement: STATEMENT.to_owned(),
             stable: true,
+            read_again: None,
+            changed: 0,
+            skipped_sockets: 0,
             escaped: Escaped::default(),
             evidence: serde_json::json!([{"seq": 1, "hash": "ab"}]),
         }

@@ -7,16 +7,17 @@
 //! resurrect deleted files.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 
 use rustix::fs::FileType;
+use rustix::io::Errno;
 
 use super::print::Printer;
 use super::tree::{Step, Walk, reopen};
-use super::{At as _, Error, Result, Shown};
+use super::{At as _, Error, Result, Shown, path_of};
 use crate::kernel::walk::{Dir, Entry, Info, xattrs_of_open};
 
 /// Where overlay keeps its marks.
@@ -37,6 +38,10 @@ impl Format {
         }
     }
 }
+
+/// The attributes of one object have at most this many bytes, names and values: xfs and btrfs let its owner
+/// set hundreds of MiB.
+const MAX_XATTRS: usize = 4 << 20;
 
 /// Extended attributes by name.
 pub type Xattrs = BTreeMap<Vec<u8>, Vec<u8>>;
@@ -105,12 +110,22 @@ struct Marks {
     whiteout: bool,
 }
 
-/// Splits overlay's marks from the other attributes.
-fn marks(
+/// What the kernel told, unless that is more than anybody is to hold in memory.
+fn attributes(
     path: &[u8],
-    format: Format,
-    all: Vec<(std::ffi::OsString, Vec<u8>)>,
-) -> Result<(Marks, Xattrs)> {
+    told: rustix::io::Result<Vec<(OsString, Vec<u8>)>>,
+) -> Result<Vec<(OsString, Vec<u8>)>> {
+    match told {
+        Err(Errno::TOOBIG) => Err(Error::NotPortable {
+            path: Shown::bytes(path),
+            why: "its attributes have more than 4 MiB; remove some of them".to_owned(),
+        }),
+        told => told.at("read xattrs of", path_of(path)),
+    }
+}
+
+/// Splits overlay's marks from the other attributes.
+fn marks(path: &[u8], format: Format, all: Vec<(OsString, Vec<u8>)>) -> Result<(Marks, Xattrs)> {
     let refuse = |why: String| Err(Error::NotPortable { path: Shown::bytes(path), why });
     let (mut marks, mut rest) = (Marks::default(), Xattrs::new());
     for (name, value) in all {
@@ -163,7 +178,8 @@ impl<'p> Changes<'p> {
     /// mode and times the merged top directory has.
     pub fn new(upper: BorrowedFd<'_>, format: Format) -> Result<Self> {
         let dir = reopen(upper, std::path::Path::new(""))?;
-        let (marks, xattrs) = marks(b"", format, dir.own_xattrs()?)?;
+        let xattrs = attributes(b"", xattrs_of_open(&dir, MAX_XATTRS))?;
+        let (marks, xattrs) = marks(b"", format, xattrs)?;
         let kind = Kind::Directory { opaque: marks.opaque };
         let top = Change { path: Vec::new(), kind, info: dir.own_stat()?, xattrs };
         Ok(Self {
@@ -251,7 +267,7 @@ impl<'p> Changes<'p> {
         let (info, xattrs) = match at_once {
             Some((file, info)) => {
                 print(&info);
-                let xattrs = xattrs_of_open(&file);
+                let xattrs = xattrs_of_open(&file, MAX_XATTRS);
                 self.file = Some(file.into());
                 (info, xattrs)
             }
@@ -265,10 +281,10 @@ impl<'p> Changes<'p> {
                 if self.reading && held.info.kind == FileType::RegularFile {
                     self.file = Some(held.open().at("open file", shown())?.into());
                 }
-                (held.info, held.xattrs())
+                (held.info, held.xattrs(MAX_XATTRS))
             }
         };
-        let (marks, xattrs) = marks(&path, self.format, xattrs.at("read xattrs of", shown())?)?;
+        let (marks, xattrs) = marks(&path, self.format, attributes(&path, xattrs)?)?;
         if marks.whiteout {
             if info.kind == FileType::RegularFile
                 && info.size == 0

@@ -139,7 +139,7 @@ impl LayerStore {
             return Ok(false);
         }
         let tree = Dir::open(&dir.join(TREE))?;
-        let found = layer::diff_id(Source::Upper(tree.as_fd(), Format::Trusted), stop)
+        let found = layer::diff_id(Source::Upper(tree.as_fd(), Format::Trusted), None, stop)
             .map_err(|error| if stop.over() { Error::Stopped } else { error })?;
         match found == diff_id {
             true => Ok(true),

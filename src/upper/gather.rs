@@ -86,8 +86,7 @@ impl Aside {
             to.set_len(size).at("cut", &place)?;
         }
         let from = out.written();
-        let entry = out.entry(&change.path, &tarfmt::Kind::File { size: 0 }, meta);
-        entry.at("write", path_of(b"what is gathered"))?;
+        out.entry(&change.path, &tarfmt::Kind::File { size: 0 }, meta)?;
         self.entries.push(from..out.written());
         self.on_disk += on_disk;
         stop.did(on_disk, 0);

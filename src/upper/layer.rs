@@ -159,16 +159,18 @@ fn pack_into<'t, F: Write>(
     ended.at("write", path_of(b"the layer"))
 }
 
-/// The name that a layer of `source` would have, whose writers may run; nothing is stored.
+/// The name that a layer of `source` would have, whose writers may run; nothing is stored. With `base` that
+/// of [`capture_told`].
 ///
 /// # Errors
 /// As [`capture`]; [`Error::Changed`] if a file changed while it was read.
-pub fn diff_id(source: Source<'_>, stop: Stop<'_>) -> Result<Digest> {
+pub fn diff_id(source: Source<'_>, base: Option<Lowers>, stop: Stop<'_>) -> Result<Digest> {
     let (changes, plain) = changes_of(source)?;
     let mut tally = Tally::default();
     let mut tar = Hashed::new(io::sink());
     let out = Writer::new(&mut tar);
-    let mut pack = Pack::new(out, plain, Writers::Running, stop, &mut tally);
+    let judge = base.map(|base| Judge::new(base, stop));
+    let mut pack = Pack { judge, ..Pack::new(out, plain, Writers::Running, stop, &mut tally) };
     pack.all(changes)?;
     pack.out.finish().at("hash", path_of(b"the layer"))?;
     Ok(tar.finish().1)

@@ -25,6 +25,8 @@ const MAX_LINKED: usize = 256 << 20;
 /// for each.
 const TOGETHER: usize = 32;
 const AHEAD: usize = 2;
+/// With so many bytes of paths and attributes they are handed over as well.
+const HELD: usize = 1 << 20;
 
 #[derive(Debug, Default)]
 pub(super) struct Tally {
@@ -90,10 +92,14 @@ fn walk(
         Ok(Some(Met { change, told, file: changes.file() }))
     };
     loop {
-        let (mut some, mut end) = (Vec::with_capacity(TOGETHER), None);
-        while some.len() < TOGETHER && end.is_none() {
+        let (mut some, mut held, mut end) = (Vec::with_capacity(TOGETHER), 0, None);
+        while some.len() < TOGETHER && held < HELD && end.is_none() {
             match next() {
-                Ok(Some(met)) => some.push(met),
+                Ok(Some(met)) => {
+                    held += met.change.path.len();
+                    held += met.change.xattrs.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>();
+                    some.push(met);
+                }
                 last => end = Some(last.err()),
             }
         }
@@ -272,7 +278,7 @@ impl<'t, W: Write> Pack<'t, W> {
 
     fn entry(&mut self, path: &[u8], kind: &tarfmt::Kind, meta: &Meta) -> Result<()> {
         self.count(path);
-        self.out.entry(path, kind, meta).at("write", path_of(b"the layer"))
+        self.out.entry(path, kind, meta)
     }
 
     fn file(&mut self, change: &Change, file: &File, meta: &Meta) -> Result<()> {
@@ -320,8 +326,7 @@ pub(super) fn content<W: Write>(
     match runs::is_whole(&runs, size) {
         true => out.entry(path, &tarfmt::Kind::File { size }, meta),
         false => out.sparse(path, size, &runs, meta),
-    }
-    .at("write", path_of(b"the layer"))?;
+    }?;
     let mut whole = true;
     for run in &runs {
         whole = whole && copy_run(file, *run, out, stop).at("copy into the layer", shown)?;

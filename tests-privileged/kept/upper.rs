@@ -8,6 +8,8 @@ pub fn tests() -> Vec<Test> {
         Test { name: "a_second_overlay_takes_read_only_away_while_it_is_there", run: second },
         Test { name: "a_second_overlay_elsewhere_is_found_by_what_it_is", run: elsewhere },
         Test { name: "reading_and_sealing_is_no_change", run: unchanged },
+        Test { name: "i4_what_is_written_during_an_export_is_not_removed", run: late },
+        Test { name: "i4_an_export_of_what_is_frozen_only_removes_nothing", run: frozen_only },
     ]
 }
 
@@ -226,5 +228,71 @@ fn elsewhere(place: &Place) {
         host.until(&id, |v| has(v, "read-only"));
     }
     host.must(&["preserved", "discard", &id, "--yes"]);
+    host.stop();
+}
+
+/// Somebody writes past the overlay after the upper was captured, and before it is removed.
+fn late(place: &Place) {
+    let mut host = host(place, "1h");
+    host.stop();
+    assert!(host.start(Some("stall=upper.layer.rename.before")), "{}", host.log());
+    let (id, session) = stopped(&host, "w");
+    let upper = path_of(&session, "upper");
+    let export = |to: &Path| {
+        let mut verb = host.verb(&["preserved", "export", &id, "--dispose", "--dest"]);
+        verb.arg(to).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let exports = host.dir.join("state/exports");
+    let captured = || std::fs::read_dir(&exports).is_ok_and(|mut all| all.next().is_some());
+    let bundle = host.dir.join("bundle");
+    let asked = export(&bundle);
+    wait("it is being captured", captured);
+    // Nobody is faster than a second of the two that it stalls.
+    std::thread::sleep(Duration::from_secs(1));
+    std::fs::write(upper.join("late"), "late").unwrap();
+    std::fs::write(upper.join("g"), "other").unwrap();
+    let out = asked.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(8), "{said}");
+    assert!(said.contains("changed past the overlay meanwhile") && bundle.exists(), "{said}");
+    let view = host.must(&["session", "inspect", &id]);
+    assert_eq!(altered(&view), "changed: g, late; 6 names, there were 5", "{view:#}");
+    assert_eq!(std::fs::read_to_string(upper.join("late")).unwrap(), "late");
+
+    // The next one holds all of it, and what it holds may go.
+    let again = host.dir.join("again");
+    let out = export(&again).wait_with_output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let made: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(made["stable"], true, "{made:#}");
+    assert!(!upper.exists());
+    let rows = host.run(&["bundle", "diff", again.to_str().unwrap()]);
+    assert!(String::from_utf8_lossy(&rows.stdout).contains("late"), "{rows:?}");
+    host.stop();
+}
+
+fn frozen_only(place: &Place) {
+    let mut host = host(place, "1h");
+    let opened = host.open("w", &paced_ttl(60));
+    let (id, session) = (id_of(&opened), &opened["session"]);
+    // Whoever has it open keeps the superblock writable.
+    let held = std::fs::File::create(path_of(session, "merged").join("held")).unwrap();
+    host.must(&["fence", &id, "--to", "read-only", "--reason", "test"]);
+    let view = host.until(&id, |v| has(v, "frozen") && v["state"] == "FENCED");
+    assert!(!has(&view, "read-only"), "{view:#}");
+    let export = |name: &str, more: &[&str]| {
+        let to = host.dir.join(name);
+        let mut args = vec!["preserved", "export", &id, "--dest", to.to_str().unwrap()];
+        args.extend(more);
+        (host.ask(&args), host.must(&["bundle", "inspect", to.to_str().unwrap()]))
+    };
+    let ((code, made), bundle) = export("one", &[]);
+    assert_eq!((code, &made["stable"]), (0, &false.into()), "{made:#}");
+    let from = &bundle["provenance"];
+    assert_eq!((&from["stable"], &from["read_again"]), (&false.into(), &bundle["layer"]));
+    let ((code, _), _) = export("two", &["--dispose"]);
+    assert_eq!(code, 8);
+    assert!(path_of(session, "upper").join("held").exists());
+    drop(held);
     host.stop();
 }

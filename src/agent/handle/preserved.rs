@@ -27,7 +27,7 @@ use crate::progress::{Amount, Counted, What};
 use crate::store::Durability;
 use crate::upper::bundle::{self, Provenance, Readers};
 use crate::upper::changes::{self, Format};
-use crate::upper::layer::{self, Captured, Escaped, Source, Writers};
+use crate::upper::layer::{self, Captured, Source, Writers};
 use crate::upper::lowers::Lowers;
 use crate::upper::print::Printer;
 use crate::upper::store::LayerStore;
@@ -72,16 +72,22 @@ impl Agent {
                 })
             })
             .transpose()?;
-        let made = self.blocking(move |host| export(host, &asked, &who, dest)).await?;
-        if wish.dispose && !made.stable {
-            let text = format!(
-                "the bundle is at {}, but the session is frozen only and its bytes could still \
-                 change: nothing is removed; `overfence fence --to killed` it and export again",
-                made.path.display()
-            );
+        let dispose = wish.dispose;
+        let (made, unstable) = self
+            .blocking(move |host| {
+                let made = export(host, &asked, &who, dest)?;
+                // What came after the bundle was made is in no bundle.
+                let late = dispose && made.unstable.is_none() && keep::upper(host, &asked);
+                let unstable = if late { Some(CHANGED) } else { made.unstable };
+                Ok((made, unstable))
+            })
+            .await?;
+        if let Some(why) = unstable.filter(|_| dispose) {
+            let place = made.path.display();
+            let text = format!("the bundle is at {place}, but {why}: nothing is removed");
             return Err(Failure::new(Code::Partial, text));
         }
-        if wish.dispose {
+        if dispose {
             let disposition = Disposition::Exported { who: actor(by), bundle: made.digest };
             self.dispose(by, &slot, made.generation, disposition).await?;
         }
@@ -90,7 +96,7 @@ impl Agent {
             digest: made.digest,
             layer: made.layer,
             verified: true,
-            stable: made.stable,
+            stable: made.unstable.is_none(),
             session: self.session_view(&slot),
         })
     }
@@ -175,9 +181,15 @@ struct MadeBundle {
     path: PathBuf,
     digest: crate::model::head::Digest,
     layer: Option<crate::model::head::Digest>,
-    stable: bool,
+    /// Why it may not be what the upper holds, and what to do.
+    unstable: Option<&'static str>,
     generation: Generation,
 }
+
+const FROZEN_ONLY: &str = "the session is frozen only and its bytes could still change \
+     (`overfence fence --to killed` it and export again)";
+const CHANGED: &str = "its upper was changed past the overlay meanwhile (`session inspect` names what was \
+     seen; find out who writes there, and export again)";
 
 /// The upper goes into a bundle by way of a layer store of its own, so that bytes which are given up
 /// later are in no store that outlives the export.
@@ -217,20 +229,20 @@ fn export(
             || !matches!(now.session.state, State::Fenced | State::Preserved)
     };
     let made = LayerStore::open(&scratch).map_err(of_upper).and_then(|layers| {
-        let base = host.shown_by(&s.base.head).ok();
+        let base = || host.shown_by(&s.base.head).ok();
         let captured = host
             .with_upper(slot, |upper| {
                 host.showing(slot, What::Capture, slot.measured(), |progress| {
                     let stop = Counted { stop: &stop, progress };
-                    capture(&layers, upper, base, &mut printer, &stop)
+                    capture(&layers, upper, base(), &mut printer, &stop)
                 })
             })
             .map_err(|why| Failure::new(Code::MountFailed, why))?;
         // Whoever changed it since the last look is in the bundle's evidence.
-        match look {
+        let changed = match look {
             Some(look) if matches!(captured, Ok(Some(_))) => look.ended(host, slot, printer),
             _ => keep::upper(host, slot),
-        }
+        };
         let captured = captured.map_err(of_upper)?;
         let Some(captured) = captured else {
             let text = format!(
@@ -245,16 +257,26 @@ fn export(
         if now.generation != s.generation || now.state != s.state {
             return Err(denied(&now, Code::Busy));
         }
-        let stable = is_stable(&s, &now);
+        let unstable = match is_stable(&s, &now) {
+            false => Some(FROZEN_ONLY),
+            true => (changed || captured.changed > 0).then_some(CHANGED),
+        };
         let excerpt = host.store.evidence_of(s.id).map_err(internal)?;
-        let provenance = provenance(&s, stable, captured.escaped.clone(), &excerpt);
-        bundle_of(host, slot, &layers, &captured, &provenance, to, &stop)
+        let mut provenance = provenance(&s, unstable.is_none(), &captured, &excerpt);
+        if unstable.is_some() {
+            provenance.read_again = host
+                .with_upper(slot, |upper| read_again(upper, base(), &stop))
+                .map_err(|why| Failure::new(Code::MountFailed, why))?
+                .map_err(of_upper)?;
+        }
+        let made = bundle_of(host, slot, &layers, &captured, &provenance, to, &stop)?;
+        Ok(MadeBundle { unstable, ..made })
     });
     drop_scratch(&scratch);
     let made = made?;
     let detail = serde_json::json!({
         "path": PathText::of(&made.path), "manifest": made.digest, "layer": made.layer,
-        "stable": made.stable,
+        "stable": made.unstable.is_none(),
     });
     let entry = crate::agent::slot::draft("export", &s, actor, detail);
     let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
@@ -277,6 +299,19 @@ fn capture(
     }
     let source = Source::Upper(dir.as_fd(), Format::Trusted);
     layer::capture_told(source, base, printer, Writers::Frozen, layers, stop).map(Some)
+}
+
+/// The layer of a capture made once more. `None`: files keep changing under it.
+fn read_again(
+    upper: &Path,
+    base: Option<Lowers>,
+    stop: Stop<'_>,
+) -> crate::upper::Result<Option<crate::model::head::Digest>> {
+    let dir = Dir::open(upper)?;
+    match layer::diff_id(Source::Upper(dir.as_fd(), Format::Trusted), base, stop) {
+        Err(crate::upper::Error::Changed { .. }) => Ok(None),
+        answer => answer.map(Some),
+    }
 }
 
 /// Whether nothing can have changed the upper from `before` to `now`. From `frozen` alone a system
@@ -316,8 +351,7 @@ fn bundle_of(
     });
     let made = made.map_err(of_upper)?;
     let (digest, layer) = (made.manifest, Some(captured.diff_id));
-    let Provenance { stable, generation, .. } = *provenance;
-    Ok(MadeBundle { path, digest, layer, stable, generation })
+    Ok(MadeBundle { path, digest, layer, unstable: None, generation: provenance.generation })
 }
 
 /// The newest entries that fit: a manifest has a limit.
@@ -325,7 +359,7 @@ fn bounded(excerpt: &[Entry]) -> &[Entry] {
     &excerpt[excerpt.len().saturating_sub(EXCERPT)..]
 }
 
-fn provenance(s: &Session, stable: bool, escaped: Escaped, excerpt: &[Entry]) -> Provenance {
+fn provenance(s: &Session, stable: bool, captured: &Captured, excerpt: &[Entry]) -> Provenance {
     let now = jiff::Timestamp::now();
     let at = |entry: &Entry| entry.time.parse().unwrap_or(now);
     Provenance {
@@ -345,7 +379,10 @@ fn provenance(s: &Session, stable: bool, escaped: Escaped, excerpt: &[Entry]) ->
         exported_at: now,
         statement: bundle::STATEMENT.to_owned(),
         stable,
-        escaped,
+        read_again: None,
+        changed: captured.changed,
+        skipped_sockets: captured.skipped_sockets,
+        escaped: captured.escaped.clone(),
         evidence: serde_json::to_value(bounded(excerpt)).unwrap_or_default(),
     }
 }

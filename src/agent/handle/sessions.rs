@@ -388,7 +388,7 @@ impl Host {
         }
         let source = Source::Upper(upper.as_fd(), Format::Trusted);
         let read = self.showing(slot, What::Compare, slot.measured(), |progress| {
-            layer::diff_id(source, &Counted { stop: || self.stopping(), progress })
+            layer::diff_id(source, None, &Counted { stop: || self.stopping(), progress })
         });
         match read {
             Ok(now) => Ok(Some(now) == own),

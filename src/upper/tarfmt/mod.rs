@@ -322,7 +322,10 @@ mod tests {
             let list = vec![(vec![b'n'; len], Kind::Whiteout, Meta::default(), vec![])];
             assert_eq!(read_all(&write_all(&list)), list);
         }
-        let file = write_all(&[(vec![b'n'; 256], Kind::Fifo, Meta::default(), vec![])]);
+        let mut file = header(b'L', b"././@LongLink", b"", 256);
+        file.extend([b'n'; 256]);
+        file.resize(2 * BLOCK, 0);
+        file.extend(header(b'6', b"n", b"", 0));
         assert!(fuzz_entries(&file).is_err(), "no file has such a name");
     }
 
@@ -412,6 +415,65 @@ mod tests {
         assert_eq!(fuzz_entries(&header(b'0', b"f", b"", 0)).unwrap(), 1, "the helper is sound");
         for sound in ["path=abcdef", "uid=4294967294", "mtime=-1.5", "SCHILY.xattr.user.a=b"] {
             assert_eq!(fuzz_entries(&record(sound)).unwrap(), 1, "{sound} was refused");
+        }
+    }
+
+    /// What the writer takes the reader takes, at each limit of the reader and beyond it.
+    #[test]
+    fn what_no_reader_would_take_is_not_written() {
+        let fat = |bytes: usize| {
+            let part = |n: usize| (format!("user.{n}").into_bytes(), vec![7; bytes / 64]);
+            Meta { xattrs: (0..64).map(part).collect(), ..Meta::default() }
+        };
+        let whole = MAX_RECORDS as usize;
+        // Escaped, each of these names has 24 bytes.
+        let deep = |levels: usize| [&b".wh.x/".repeat(levels)[..], b"f"].concat();
+        let long = |bytes: usize| [&b"d/".repeat(bytes / 2)[..], b"f"].concat();
+        let plain = Meta::default();
+        let (fifo, file) = (Kind::Fifo, Kind::File { size: 0 });
+        let link = |target: Vec<u8>| Kind::HardLink { target };
+        let symlink = |bytes: usize| Kind::Symlink { target: vec![b't'; bytes] };
+        let device = |major, minor| Kind::CharDevice { major, minor };
+        for (what, path, kind, meta, sound) in [
+            ("attributes", b"f".to_vec(), file.clone(), fat(whole - 4096), true),
+            ("too many attributes", b"f".to_vec(), file.clone(), fat(whole), false),
+            ("an escaped path", deep(40_000), fifo.clone(), plain.clone(), true),
+            ("too long when escaped", deep(44_000), file.clone(), plain.clone(), false),
+            ("a long path", long(MAX_PATH - 2), file.clone(), plain.clone(), true),
+            ("too long a path", long(MAX_PATH), file.clone(), plain.clone(), false),
+            ("a link", b"a".to_vec(), link(deep(40_000)), plain.clone(), true),
+            ("too long a link", b"a".to_vec(), link(deep(44_000)), plain.clone(), false),
+            ("a symlink", b"s".to_vec(), symlink(4095), plain.clone(), true),
+            ("too long a symlink", b"s".to_vec(), symlink(4096), plain.clone(), false),
+            ("a device", b"c".to_vec(), device(4095, (1 << 20) - 1), plain.clone(), true),
+            ("a device beyond all", b"c".to_vec(), device(4096, 0), plain.clone(), false),
+            ("a whiteout in disguise", b"c".to_vec(), device(0, 0), plain.clone(), false),
+            (
+                "an owner",
+                b"f".to_vec(),
+                fifo.clone(),
+                Meta { uid: u32::MAX - 1, ..plain.clone() },
+                true,
+            ),
+            ("nobody's owner", b"f".to_vec(), file, Meta { uid: u32::MAX, ..plain.clone() }, false),
+            ("a name", vec![b'n'; 255], fifo.clone(), plain.clone(), true),
+            ("too long a name", vec![b'n'; 256], fifo, plain.clone(), false),
+            ("a file with such a name", vec![b'n'; 256], Kind::File { size: 0 }, plain, false),
+        ] {
+            let mut writer = Writer::new(Vec::new());
+            match writer.entry(&path, &kind, &meta) {
+                Ok(()) => {
+                    assert!(sound, "{what} was written");
+                    let list = vec![(path, kind, meta, vec![])];
+                    assert!(read_all(&writer.finish().unwrap()) == list, "{what}");
+                }
+                Err(crate::upper::Error::NotPortable { path: told, .. }) => {
+                    assert!(!sound, "{what} was refused");
+                    assert_eq!(told.to_string(), crate::upper::Shown::bytes(&path).to_string());
+                    assert_eq!(writer.finish().unwrap(), [0; 2 * BLOCK], "{what} left something");
+                }
+                Err(other) => panic!("{what}: {other}"),
+            }
         }
     }
 

@@ -1,30 +1,37 @@
 //! Writes entries in one canonical form.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use tar::EntryType;
 
 use super::super::changes::is_foreign_mark;
+use super::super::{At as _, Error, Result, Shown, path_of};
 use super::names::{OPAQUE, WHITEOUT, escaped, prefixed};
-use super::{BLOCK, Kind, Meta, OWN_XATTR, Run, TOLD, TRUE_LINK, TRUE_PATH, XATTR};
+use super::read::{Entries, Entry};
+use super::{BLOCK, Kind, MAX_NAME, Meta, OWN_XATTR, Run, TOLD, TRUE_LINK, TRUE_PATH, XATTR};
 
 /// The name every PAX header carries; readers do not use it.
 const PAX_NAME: &[u8] = b"PaxHeaders/overfence";
 /// Octal fields of 7 and 11 digits.
 const MAX_OWNER: u32 = (1 << 21) - 1;
 const MAX_SIZE: u64 = (1 << 33) - 1;
+/// A shorter path is against no limit.
+const PLAIN_PATH: usize = 4096;
 
 /// A tar stream being written. A file's bytes follow its [`Writer::entry`] by [`Write`], then
 /// [`Writer::pad`].
 pub(in crate::upper) struct Writer<W> {
     out: W,
     written: u64,
+    /// Of the entry that is put together.
+    head: Vec<u8>,
 }
 
 impl<W: Write> Writer<W> {
     pub(in crate::upper) fn new(out: W) -> Self {
-        Self { out, written: 0 }
+        Self { out, written: 0, head: Vec::new() }
     }
 
     /// How many bytes of the archive there are.
@@ -33,24 +40,30 @@ impl<W: Write> Writer<W> {
     }
 
     /// Writes the header of an entry; an empty path is the top directory.
-    pub(in crate::upper) fn entry(
-        &mut self,
-        path: &[u8],
-        kind: &Kind,
-        meta: &Meta,
-    ) -> io::Result<()> {
-        self.described(path, kind, meta, BTreeMap::new())
+    ///
+    /// # Errors
+    /// [`Error::NotPortable`] if a reader would refuse it.
+    pub(in crate::upper) fn entry(&mut self, path: &[u8], kind: &Kind, meta: &Meta) -> Result<()> {
+        self.head.clear();
+        let plain = self.described(path, kind, meta, BTreeMap::new());
+        if !plain.at("describe", path_of(path))? {
+            self.check(path, kind, meta)?;
+        }
+        self.put()
     }
 
     /// Writes the header of a file of which only these runs follow, in ascending order; the rest
     /// are zeros. GNU tar's sparse form 1.0, which the other readers of layers know.
+    ///
+    /// # Errors
+    /// As [`Writer::entry`].
     pub(in crate::upper) fn sparse(
         &mut self,
         path: &[u8],
         size: u64,
         runs: &[Run],
         meta: &Meta,
-    ) -> io::Result<()> {
+    ) -> Result<()> {
         // A hole at the end is told by an empty run.
         let tail = runs.last().is_none_or(|last| last.at + last.len < size);
         let tail = tail.then_some(Run { at: size, len: 0 });
@@ -68,17 +81,48 @@ impl<W: Write> Writer<W> {
             record("GNU.sparse.name", escaped(path).into_owned()),
             record("GNU.sparse.realsize", size.to_string().into_bytes()),
         ]);
-        self.described(path, &Kind::File { size: stored }, meta, records)?;
-        self.write_all(&map)
+        self.head.clear();
+        let stored = Kind::File { size: stored };
+        self.described(path, &stored, meta, records).at("describe", path_of(path))?;
+        self.head.extend(map);
+        self.check(path, &Kind::File { size }, meta)?;
+        self.put()
     }
 
+    /// A layer that nobody can read again is no copy of anything: an entry that may be against a rule is
+    /// read before it is written.
+    fn check(&self, path: &[u8], kind: &Kind, meta: &Meta) -> Result<()> {
+        let refuse = |why: &str| Error::NotPortable {
+            path: Shown::bytes(path),
+            why: format!("{why}; shorten its path, remove attributes of it, or remove it"),
+        };
+        match Entries::new(&self.head[..]).next_entry() {
+            Ok(Some(Entry { path: p, kind: k, meta: m }))
+                if p == path && k == *kind && m == *meta =>
+            {
+                Ok(())
+            }
+            Ok(_) => Err(refuse("it would be read back as something else")),
+            Err(Error::Hostile { why, .. }) => Err(refuse(&why)),
+            Err(other) => Err(other),
+        }
+    }
+
+    fn put(&mut self) -> Result<()> {
+        let head = std::mem::take(&mut self.head);
+        let written = self.write_all(&head);
+        self.head = head;
+        written.at("write", path_of(b"the layer"))
+    }
+
+    /// Puts the header together. Whether there is nothing about the entry that a rule could be against.
     fn described(
         &mut self,
         path: &[u8],
         kind: &Kind,
         meta: &Meta,
         mut records: BTreeMap<Vec<u8>, Vec<u8>>,
-    ) -> io::Result<()> {
+    ) -> io::Result<bool> {
         let mut header = tar::Header::new_ustar();
         // A reader that does not know the form is not to take what is stored for the file.
         let sparse = !records.is_empty();
@@ -87,6 +131,12 @@ impl<W: Write> Writer<W> {
         };
 
         let archived = escaped(path);
+        let plain = matches!(archived, Cow::Borrowed(_))
+            && path.len() < PLAIN_PATH
+            && path.rsplit(|b| *b == b'/').next().is_none_or(|name| name.len() <= MAX_NAME)
+            && matches!(kind, Kind::File { .. } | Kind::Directory)
+            && meta.xattrs.is_empty()
+            && meta.uid.max(meta.gid) <= MAX_OWNER;
         if *archived != *path {
             record(TRUE_PATH, path.to_vec());
         }
@@ -175,24 +225,29 @@ impl<W: Write> Writer<W> {
         if !records.is_empty() {
             self.records(&records)?;
         }
-        self.write_all(header.as_bytes())
+        self.head.extend(header.as_bytes());
+        Ok(plain)
     }
 
     fn records(&mut self, records: &BTreeMap<Vec<u8>, Vec<u8>>) -> io::Result<()> {
-        let mut body = Vec::new();
+        // Its header is known once the body is.
+        let start = self.head.len();
+        self.head.resize(start + BLOCK, 0);
         for (key, value) in records {
             // The length counts its own digits: grow the guess until it holds.
             let rest = key.len() + value.len() + 3;
             let mut length = rest + 1;
-            while rest + length.to_string().len() != length {
-                length = rest + length.to_string().len();
+            while rest + digits(length) != length {
+                length = rest + digits(length);
             }
-            body.extend(format!("{length} ").as_bytes());
-            body.extend(key);
-            body.push(b'=');
-            body.extend(value);
-            body.push(b'\n');
+            write!(self.head, "{length} ")?;
+            self.head.extend(key);
+            self.head.push(b'=');
+            self.head.extend(value);
+            self.head.push(b'\n');
         }
+        let size = self.head.len() - start - BLOCK;
+        self.head.resize(start + BLOCK + size.next_multiple_of(BLOCK), 0);
         let mut header = tar::Header::new_ustar();
         if let Some(ustar) = header.as_ustar_mut() {
             ustar.name[..PAX_NAME.len()].copy_from_slice(PAX_NAME);
@@ -202,13 +257,12 @@ impl<W: Write> Writer<W> {
         header.set_uid(0);
         header.set_gid(0);
         header.set_mtime(0);
-        header.set_size(body.len() as u64);
+        header.set_size(size as u64);
         header.set_device_major(0)?;
         header.set_device_minor(0)?;
         header.set_cksum();
-        self.write_all(header.as_bytes())?;
-        self.write_all(&body)?;
-        self.pad()
+        self.head[start..start + BLOCK].copy_from_slice(header.as_bytes());
+        Ok(())
     }
 
     /// Fills up the block after a file's bytes.
@@ -239,6 +293,10 @@ impl<W: Write> Write for Writer<W> {
     fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
     }
+}
+
+fn digits(number: usize) -> usize {
+    number.checked_ilog10().map_or(1, |log| log as usize + 1)
 }
 
 fn within(id: u32, max: u32) -> u32 {

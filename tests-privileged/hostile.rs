@@ -43,7 +43,7 @@ fn fat(place: &Place, make: &[&str]) {
     let refused = |args: &[&str]| {
         let out = host.run(args);
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(out.status.code(), Some(4), "{args:?}: {said}");
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {said}");
         let clear = said.contains("upper_refused") && said.contains("fat cannot go into a layer");
         assert!(clear && said.contains("more than 4 MiB; remove some"), "{said}");
     };
@@ -76,7 +76,15 @@ fn fat(place: &Place, make: &[&str]) {
     }
     host.must(&["fence", &id, "--to", "read-only", "--reason", "test", "--wait"]);
     let bundle = host.dir.join("bundle");
-    refused(&["preserved", "export", &id, "--dest", bundle.to_str().unwrap(), "--dispose"]);
+    refused(&[
+        "preserved",
+        "export",
+        &id,
+        "--dest",
+        bundle.to_str().unwrap(),
+        "--dispose",
+        "--yes",
+    ]);
     assert!(!bundle.exists());
     assert!(path_of(&opened["session"], "upper").join("fat").exists());
     host.stop();

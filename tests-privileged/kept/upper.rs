@@ -239,11 +239,11 @@ fn late(place: &Place) {
     let (id, session) = stopped(&host, "w");
     let upper = path_of(&session, "upper");
     let export = |to: &Path| {
-        let mut verb = host.verb(&["preserved", "export", &id, "--dispose", "--dest"]);
-        verb.arg(to).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        let mut verb = host.verb(&["preserved", "export", &id, "--dispose", "--yes"]);
+        verb.arg("--dest").arg(to).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    let exports = host.dir.join("state/exports");
-    let captured = || std::fs::read_dir(&exports).is_ok_and(|mut all| all.next().is_some());
+    let exports = path_of(&session, "upper").ancestors().nth(3).unwrap().join("exports");
+    let captured = || std::fs::read_dir(&exports).unwrap().next().is_some();
     let bundle = host.dir.join("bundle");
     let asked = export(&bundle);
     wait("it is being captured", captured);
@@ -278,7 +278,7 @@ fn frozen_only(place: &Place) {
     // Whoever has it open keeps the superblock writable.
     let held = std::fs::File::create(path_of(session, "merged").join("held")).unwrap();
     host.must(&["fence", &id, "--to", "read-only", "--reason", "test"]);
-    let view = host.until(&id, |v| has(v, "frozen") && v["state"] == "FENCED");
+    let view = host.until(&id, |v| has(v, "frozen") && v["state"] == "PRESERVED");
     assert!(!has(&view, "read-only"), "{view:#}");
     let export = |name: &str, more: &[&str]| {
         let to = host.dir.join(name);
@@ -290,7 +290,7 @@ fn frozen_only(place: &Place) {
     assert_eq!((code, &made["stable"]), (0, &false.into()), "{made:#}");
     let from = &bundle["provenance"];
     assert_eq!((&from["stable"], &from["read_again"]), (&false.into(), &bundle["layer"]));
-    let ((code, _), _) = export("two", &["--dispose"]);
+    let ((code, _), _) = export("two", &["--dispose", "--yes"]);
     assert_eq!(code, 8);
     assert!(path_of(session, "upper").join("held").exists());
     drop(held);

@@ -298,17 +298,29 @@ fn noticed_again(place: &Place) {
 fn unbelieved(place: &Place) {
     let mut host = started(place, "");
     let opened = host.open("w", "1h");
-    std::fs::write(path_of(&opened["session"], "merged").join("f"), "published").unwrap();
-    host.must(&["session", "close", &id_of(&opened), "--checkpoint"]);
-    // It is mounted on a layer that nothing else needs.
-    let id = kept(&host, "w");
-    host.must(&["workspace", "delete", "-w", "w", "--yes"]);
-    let base = |host: &Host| {
-        let report = host.must(&["gc", "--dry-run"]);
-        let items = report["items"].as_array().unwrap().clone();
-        items.into_iter().find(|item| item["kind"] == "layer").unwrap()
+    let publish = |id: &str, merged: &Path, text: String| {
+        std::fs::write(merged.join("f"), text).unwrap();
+        host.must(&["session", "checkpoint", id]);
     };
-    assert_eq!(base(&host)["verdict"], "keep", "a session needs it");
+    let (first, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    publish(&first, &merged, "kept".to_owned());
+    publish(&first, &merged, "mounted".to_owned());
+    host.must(&["session", "close", &first]);
+    // It is mounted on a layer that nothing else needs once there are ten versions without it.
+    let id = kept(&host, "w");
+    host.must(&["workspace", "revert", "-w", "w", "--to", "1"]);
+    let opened = host.open("w", "1h");
+    let (next, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    (0..12).for_each(|n| publish(&next, &merged, n.to_string()));
+    host.must(&["session", "close", &next]);
+    let layers = |report: &Value| -> Vec<Value> {
+        let items = report["items"].as_array().unwrap().iter();
+        items.filter(|item| item["kind"] == "layer").cloned().collect()
+    };
+    let report = host.must(&["gc"]);
+    let needed = format!("session {id} needs it");
+    let base = layers(&report).into_iter().find(|layer| layer["reason"] == needed.as_str());
+    let base = base.unwrap_or_else(|| panic!("{report:#}"))["id"].as_str().unwrap().to_owned();
     host.kill_agent();
     let db = rusqlite::Connection::open(host.dir.join("state/overfence.db")).unwrap();
     let edit = "UPDATE sessions SET record = replace(record, ?1, ?2) WHERE id = ?3";
@@ -326,20 +338,17 @@ fn unbelieved(place: &Place) {
         let session = item(&report, &id);
         assert_eq!((&session["kind"], &session["verdict"]), (&"session".into(), &"keep".into()));
         assert!(session["reason"].as_str().unwrap().contains("does not verify"), "{session:#}");
-        let items = report["items"].as_array().unwrap().iter();
-        let layers: Vec<_> = items.filter(|item| item["kind"] == "layer").collect();
-        assert_eq!(layers.len(), 1, "{report:#}");
-        assert_eq!(layers[0]["verdict"], "keep", "{report:#}");
-        assert!(layers[0]["reason"].as_str().unwrap().contains(&id), "{report:#}");
+        assert!(layers(&report).iter().all(|layer| layer["verdict"] == "keep"), "{report:#}");
+        let told = item(&report, &base);
+        assert!(told["reason"].as_str().unwrap().contains(&id), "{told:#}");
     }
+    let (code, _) = host.ask(&["workspace", "delete", "-w", "w", "--yes"]);
+    assert_eq!(code, 4, "its bytes are there still");
     // It is put back as it was, and is what it was.
     host.kill_agent();
     assert_eq!(edited("\"toor\"", "\"root\""), 1);
     assert!(host.start(None), "{}", host.log());
     assert_eq!(host.must(&["session", "inspect", &id])["state"], "PRESERVED");
     host.must(&["preserved", "discard", &id, "--yes"]);
-    let report = host.must(&["gc"]);
-    let items = report["items"].as_array().unwrap().iter();
-    let layers: Vec<_> = items.filter(|item| item["kind"] == "layer").collect();
-    assert!(layers.len() == 1 && layers[0]["verdict"] == "removed", "{report:#}");
+    assert_eq!(item(&host.must(&["gc"]), &base)["verdict"], "removed");
 }

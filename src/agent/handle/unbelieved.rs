@@ -7,7 +7,7 @@ use crate::agent::host::Host;
 use crate::agent::recover::unknown;
 use crate::agent::witness;
 use crate::model::classify::{Plan, Record};
-use crate::model::ids::SessionId;
+use crate::model::ids::{SessionId, WorkspaceId};
 use crate::model::view::PreservedView;
 use crate::store::Unreadable;
 use crate::upper::size;
@@ -22,6 +22,16 @@ impl Host {
             let id = bad.id.parse::<SessionId>();
             id.map_or(true, |id| self.slot(id).is_none())
                 && unknown(Record::Unreadable, false) == Plan::Person
+        });
+        Ok(bad)
+    }
+
+    /// Those whose directory says that they wrote this workspace.
+    pub(super) fn unbelieved_of(&self, id: &WorkspaceId) -> Result<Vec<Unreadable>, Failure> {
+        let mut bad = self.unbelieved()?;
+        bad.retain(|bad| {
+            let noted = witness::read(&self.paths.sessions.join(&bad.id));
+            noted.is_some_and(|(_, workspace)| workspace == *id)
         });
         Ok(bad)
     }

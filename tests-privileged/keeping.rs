@@ -16,6 +16,12 @@ pub fn tests() -> Vec<Test> {
         Test { name: "a_deletion_is_announced_before_it_comes", run: announced },
         Test { name: "a_shorter_grace_is_for_who_is_opened_after_it", run: shorter },
         Test { name: "an_export_cut_off_leaves_no_bundle_and_is_done_again", run: cut_off },
+        Test { name: "an_export_cut_off_leaves_nothing_beside_its_destination", run: beside },
+        Test { name: "a_notice_that_a_crash_cut_off_is_given_again", run: noticed_again },
+        Test {
+            name: "a_session_that_does_not_verify_is_shown_and_needs_its_layers",
+            run: unbelieved,
+        },
     ]
 }
 
@@ -225,4 +231,124 @@ fn cut_off(place: &Place) {
     assert_eq!(made["verified"], true);
     assert_eq!(std::fs::read_dir(&bundles).unwrap().count(), 1);
     host.must(&["preserved", "discard", &id, "--yes"]);
+}
+
+/// The directory that it is wanted in is somebody's own, with a name of theirs in it that looks like ours.
+fn beside(place: &Place) {
+    let mut host = started(place, "");
+    let id = kept(&host, "w");
+    let dest = place.dir.join("somebody's");
+    let theirs = dest.join(".overfence-bundle-0011223344556677");
+    std::fs::create_dir_all(&theirs).unwrap();
+    for point in [
+        "upper.bundle.note.before",
+        "upper.bundle.note.after",
+        "upper.bundle.before",
+        "upper.bundle.rename.before",
+        "upper.bundle.after",
+    ] {
+        host.kill_agent();
+        assert!(host.start(Some(&format!("die={point}"))), "{}", host.log());
+        let bundle = dest.join(point);
+        let ask = ["preserved", "export", &id, "--dest", bundle.to_str().unwrap()];
+        assert_eq!(host.ask(&ask).0, 6, "{point}");
+        host.kill_agent();
+        assert!(host.start(None), "{}", host.log());
+        let begun = Instant::now();
+        while std::fs::read_dir(host.dir.join("state/exports")).unwrap().count() > 0 {
+            assert!(begun.elapsed() < paced(Duration::from_secs(10)), "{point}: {}", host.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        // After its rename it is whole, and whoever asked finds it.
+        let whole = usize::from(point == "upper.bundle.after");
+        assert_eq!(usize::from(bundle.exists()), whole, "{point}");
+        let left = std::fs::read_dir(&dest).unwrap().map(|entry| entry.unwrap().file_name());
+        assert_eq!(left.count(), 1 + whole, "{point}");
+        assert!(theirs.exists(), "{point}: what nobody noted is not ours");
+    }
+    host.must(&["preserved", "discard", &id, "--yes"]);
+}
+
+/// However often the agent dies as it says so, it is said before the bytes go.
+fn noticed_again(place: &Place) {
+    let config = "[preserve]\ngrace = \"4s\"\nmin_notice = \"1s\"\nsweep = \"1s\"\n";
+    let mut host = started(place, config);
+    let opened = host.open("w", "1h");
+    let id = id_of(&opened);
+    let upper = path_of(&opened["session"], "upper").join("f");
+    std::fs::write(path_of(&opened["session"], "merged").join("f"), "precious").unwrap();
+    for point in ["agent.notice.before", "agent.notice.after"] {
+        host.kill_agent();
+        assert!(host.start(Some(&format!("die={point}"))), "{}", host.log());
+        // It is preserved by the first of them, which may die while it is asked.
+        host.ask(&["fence", &id, "--reason", "test"]);
+        let begun = Instant::now();
+        while !host.dead() {
+            assert!(begun.elapsed() < paced(Duration::from_secs(30)), "{point}: {}", host.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    assert!(upper.exists(), "nothing counted that was not said");
+    assert!(host.start(None), "{}", host.log());
+    gone(&upper);
+    // The one that was cut off after it was recorded, and the one that was counted.
+    assert_eq!(ahead(&host, &id).len(), 2);
+}
+
+fn unbelieved(place: &Place) {
+    let mut host = started(place, "");
+    let opened = host.open("w", "1h");
+    let publish = |id: &str, merged: &Path, text: String| {
+        std::fs::write(merged.join("f"), text).unwrap();
+        host.must(&["session", "checkpoint", id]);
+    };
+    let (first, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    publish(&first, &merged, "kept".to_owned());
+    publish(&first, &merged, "mounted".to_owned());
+    host.must(&["session", "close", &first]);
+    // It is mounted on a layer that nothing else needs once there are ten versions without it.
+    let id = kept(&host, "w");
+    host.must(&["workspace", "revert", "-w", "w", "--to", "1"]);
+    let opened = host.open("w", "1h");
+    let (next, merged) = (id_of(&opened), path_of(&opened["session"], "merged"));
+    (0..12).for_each(|n| publish(&next, &merged, n.to_string()));
+    host.must(&["session", "close", &next]);
+    let layers = |report: &Value| -> Vec<Value> {
+        let items = report["items"].as_array().unwrap().iter();
+        items.filter(|item| item["kind"] == "layer").cloned().collect()
+    };
+    let report = host.must(&["gc"]);
+    let needed = format!("session {id} needs it");
+    let base = layers(&report).into_iter().find(|layer| layer["reason"] == needed.as_str());
+    let base = base.unwrap_or_else(|| panic!("{report:#}"))["id"].as_str().unwrap().to_owned();
+    host.kill_agent();
+    let db = rusqlite::Connection::open(host.dir.join("state/overfence.db")).unwrap();
+    let edit = "UPDATE sessions SET record = replace(record, ?1, ?2) WHERE id = ?3";
+    let edited = |from: &str, to: &str| db.execute(edit, [from, to, &id]).unwrap();
+    assert_eq!(edited("\"root\"", "\"toor\""), 1);
+    assert!(host.start(None), "{}", host.log());
+    let listed = host.must(&["preserved", "list"]);
+    let row = listed.as_array().unwrap().iter().find(|row| row["session"] == id.as_str());
+    let row = row.unwrap_or_else(|| panic!("{listed:#}"));
+    assert_eq!((&row["workspace"], &row["generation"]), (&"w".into(), &2.into()), "{row:#}");
+    assert!(row["reason"].as_str().unwrap().contains("does not verify"), "{row:#}");
+    assert!(row["bytes"].as_u64() > Some(0) && row["not_before"].is_null(), "{row:#}");
+    for args in [&["gc", "--dry-run"][..], &["gc"]] {
+        let report = host.must(args);
+        let session = item(&report, &id);
+        assert_eq!((&session["kind"], &session["verdict"]), (&"session".into(), &"keep".into()));
+        assert!(session["reason"].as_str().unwrap().contains("does not verify"), "{session:#}");
+        assert!(layers(&report).iter().all(|layer| layer["verdict"] == "keep"), "{report:#}");
+        let told = item(&report, &base);
+        assert!(told["reason"].as_str().unwrap().contains(&id), "{told:#}");
+    }
+    let (code, _) = host.ask(&["workspace", "delete", "-w", "w", "--yes"]);
+    assert_eq!(code, 4, "its bytes are there still");
+    // It is put back as it was, and is what it was.
+    host.kill_agent();
+    assert_eq!(edited("\"toor\"", "\"root\""), 1);
+    assert!(host.start(None), "{}", host.log());
+    assert_eq!(host.must(&["session", "inspect", &id])["state"], "PRESERVED");
+    host.must(&["preserved", "discard", &id, "--yes"]);
+    assert_eq!(item(&host.must(&["gc"]), &base)["verdict"], "removed");
 }

@@ -67,6 +67,8 @@ const NEEDS: &[(&str, &[&str])] = &[
     // An ext4 of their own; and the flag needs a capability that a container does not have.
     ("seal::", &["loop-devices"]),
     ("round_trip::an_upper_comes_back_as_the_model_on_ext4", &["loop-devices"]),
+    ("round_trip::an_upper_comes_back_as_the_model_on_xfs", &["loop-devices", "xfs"]),
+    ("round_trip::an_upper_comes_back_as_the_model_on_btrfs", &["loop-devices", "btrfs"]),
     (
         "systemd::an_engine_with_the_systemd_driver_is_fenced_in_its_slice",
         &["systemd-nspawn", "podman"],

@@ -52,7 +52,7 @@ fn must(command: &mut Command) {
 }
 
 /// Mounts a new file system; the loop device goes with the mount, that with the test's namespace.
-fn disk(place: &Place, name: &str, make: &[&str], bytes: u64) -> PathBuf {
+pub fn disk(place: &Place, name: &str, make: &[&str], bytes: u64) -> PathBuf {
     let (image, at) = (place.dir.join(format!("{name}.image")), place.dir.join(name));
     File::create(&image).unwrap().set_len(bytes).unwrap();
     must(Command::new(make[0]).args(&make[1..]).arg(&image));
@@ -61,7 +61,8 @@ fn disk(place: &Place, name: &str, make: &[&str], bytes: u64) -> PathBuf {
     at
 }
 
-fn make(kind: &str) -> &'static [&'static str] {
+/// How one is made.
+pub fn make(kind: &str) -> &'static [&'static str] {
     match kind {
         "btrfs" => &["mkfs.btrfs", "-q", "-f"],
         "xfs" => &["mkfs.xfs", "-q", "-f"],
@@ -409,7 +410,7 @@ fn publishes(host: &Host, id: &str, session: &Value, version: u64) {
     assert_eq!((&done["outcome"], &done["at"]["version"]), (&"committed".into(), &version.into()));
     let layer = done["layer"].as_str().unwrap().parse().unwrap();
     let store = LayerStore::open(&host.dir.join("state/layers")).unwrap();
-    let tree = store.ensure_tree(layer).unwrap();
+    let tree = store.ensure_tree(layer, &|| false).unwrap();
     assert!(digest(&tree.join("big")) == digest(&path_of(session, "upper").join("big")));
 }
 

@@ -1,6 +1,13 @@
 //! The model: what an overlay shows after any operations is what a plain tree shows after the same;
 //! and so it is after the upper went into a bundle, out of it into an upper of another session, and
-//! under a mount again. On the host's disk, on ext4 of its own, and on tmpfs.
+//! under a mount again. On tmpfs, and on ext4, xfs and btrfs of its own.
+//!
+//! Which sequences are tried, and how many: for a longer search `OVERFENCE_TEST_SEED` and
+//! `OVERFENCE_ROUNDS`. A round does some 500 operations on each file system:
+//!
+//! ```text
+//! OVERFENCE_ROUNDS=500 cargo test --release --locked --test privileged -- --nocapture round_trip::
+//! ```
 
 use std::fs::File;
 use std::os::fd::AsFd as _;
@@ -21,16 +28,17 @@ use overfence::upper::print::{self, Printer};
 use overfence::upper::store::LayerStore;
 
 use crate::host::{Place, Test};
+use crate::reflink::{disk, make};
 
 pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "an_upper_comes_back_as_the_model_on_tmpfs", run: on_tmpfs },
-        Test { name: "an_upper_comes_back_as_the_model_on_ext4", run: on_ext4 },
+        Test { name: "an_upper_comes_back_as_the_model_on_ext4", run: |p| on_disk(p, "ext4") },
+        Test { name: "an_upper_comes_back_as_the_model_on_xfs", run: |p| on_disk(p, "xfs") },
+        Test { name: "an_upper_comes_back_as_the_model_on_btrfs", run: |p| on_disk(p, "btrfs") },
     ]
 }
 
-/// Which sequences are tried, and how many; for a longer search `OVERFENCE_TEST_SEED` and
-/// `OVERFENCE_TEST_ROUNDS`.
 const SEED: u64 = 20_261_130;
 const ROUNDS: u64 = 12;
 const STEPS: usize = 900;
@@ -43,13 +51,8 @@ fn on_tmpfs(place: &Place) {
     nix::mount::umount(&at).unwrap();
 }
 
-fn on_ext4(place: &Place) {
-    let (image, at) = (place.dir.join("image"), place.dir.join("fs"));
-    File::create(&image).unwrap().set_len(256 << 20).unwrap();
-    let made = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&image).status().unwrap();
-    assert!(made.success());
-    std::fs::create_dir(&at).unwrap();
-    mount(&["-o", "loop", image.to_str().unwrap()], &at);
+fn on_disk(place: &Place, kind: &str) {
+    let at = disk(place, "fs", make(kind), 512 << 20);
     rounds(&at);
     nix::mount::umount(&at).unwrap();
 }
@@ -59,16 +62,16 @@ fn mount(args: &[&str], at: &Path) {
 }
 
 fn rounds(at: &Path) {
-    let set =
-        |name: &str, usual: u64| std::env::var(name).map_or(usual, |text| text.parse().unwrap());
-    let from = set("OVERFENCE_TEST_SEED", SEED);
-    for seed in from..from + set("OVERFENCE_TEST_ROUNDS", ROUNDS) {
-        eprintln!("seed {seed}");
+    let from = std::env::var("OVERFENCE_TEST_SEED").map_or(SEED, |text| text.parse().unwrap());
+    let mut acts = 0;
+    for seed in from..from + crate::host::rounds(ROUNDS) {
+        println!("seed {seed}, {acts} operations before it");
         let dir = at.join(seed.to_string());
         std::fs::create_dir(&dir).unwrap();
-        round(&dir, seed);
+        acts += round(&dir, seed);
         std::fs::remove_dir_all(&dir).unwrap();
     }
+    println!("{acts} operations");
 }
 
 /// A small generator of our own: the seed in a message is all that is needed to see it again.
@@ -105,11 +108,15 @@ pub enum Act {
     Owner(PathBuf, u32),
     Attribute(PathBuf, u64),
     Time(PathBuf, u64),
+    Device(PathBuf, u32),
+    Capability(PathBuf),
+    Acl(PathBuf, u32),
+    RenameDir(PathBuf, PathBuf),
 }
 
 pub fn act(random: &mut Random) -> Act {
     let path = random.path();
-    match random.below(20) {
+    match random.below(24) {
         0..=2 => Act::Dir(path),
         3..=6 => Act::Write(path, random.below(20_000)),
         7 => Act::Append(path),
@@ -122,9 +129,18 @@ pub fn act(random: &mut Random) -> Act {
         16 => Act::Fifo(path),
         17 => Act::Mode(path, 0o600 + random.below(64) as u32),
         18 => Act::Owner(path, random.below(4) as u32),
+        19 => Act::Device(path, 1 + random.below(9) as u32),
+        20 => Act::Capability(path),
+        21 => Act::Acl(path, random.below(8) as u32),
+        22 => Act::RenameDir(path, random.path()),
         _ if random.below(2) == 0 => Act::Attribute(path, random.below(3)),
         _ => Act::Time(path, random.below(1 << 31)),
     }
+}
+
+/// No operation goes through a symlink, which would mean something else in each tree.
+fn real(top: &Path, path: &Path) -> bool {
+    path.parent().is_none_or(|above| above.ancestors().all(|part| !top.join(part).is_symlink()))
 }
 
 /// Does it; what is not possible there is not done. True if it was.
@@ -133,13 +149,12 @@ pub fn done(top: &Path, act: &Act) -> bool {
     let is = |path: &PathBuf, fits: fn(&std::fs::Metadata) -> bool| {
         at(path).symlink_metadata().is_ok_and(|meta| fits(&meta))
     };
-    // No operation goes through a symlink, which would mean something else in each tree.
-    let real = |path: &PathBuf| {
-        path.parent().is_none_or(|above| above.ancestors().all(|part| !top.join(part).is_symlink()))
-    };
     let paths = match act {
-        Act::Rename(a, b) | Act::Link(a, b) => vec![a, b],
-        Act::Dir(a)
+        Act::Rename(a, b) | Act::RenameDir(a, b) | Act::Link(a, b) => vec![a, b],
+        Act::Device(a, _)
+        | Act::Capability(a)
+        | Act::Acl(a, _)
+        | Act::Dir(a)
         | Act::Write(a, _)
         | Act::Append(a)
         | Act::Hole(a, _)
@@ -152,14 +167,14 @@ pub fn done(top: &Path, act: &Act) -> bool {
         | Act::Attribute(a, _)
         | Act::Time(a, _) => vec![a],
     };
-    if !paths.into_iter().all(real) {
+    if !paths.into_iter().all(|path| real(top, path)) {
         return false;
     }
     match act {
         Act::Dir(p) => std::fs::create_dir(at(p)).is_ok(),
         Act::Write(p, n) => {
             !at(p).is_symlink()
-                && !is(p, |m| std::os::unix::fs::FileTypeExt::is_fifo(&m.file_type()))
+                && !is(p, |m| !m.is_file() && !m.is_dir())
                 && std::fs::write(at(p), vec![b'x'; *n as usize]).is_ok()
         }
         Act::Append(p) => {
@@ -200,12 +215,61 @@ pub fn done(top: &Path, act: &Act) -> bool {
             at(p).symlink_metadata().is_ok_and(|m| m.is_file() || m.is_dir())
                 && rustix::fs::lsetxattr(at(p), "user.of", n.to_string().as_bytes(), flags).is_ok()
         }
+        Act::Device(p, minor) => {
+            // Of the numbers that no driver has.
+            let device = nix::sys::stat::makedev(240, u64::from(*minor));
+            let kind = nix::sys::stat::SFlag::S_IFCHR;
+            nix::sys::stat::mknod(&at(p), kind, nix::sys::stat::Mode::S_IRUSR, device).is_ok()
+        }
+        Act::Capability(p) => {
+            // Revision 2, effective: cap_net_raw permitted.
+            let mut value = [0; 20];
+            (value[0], value[3], value[5]) = (1, 2, 0x20);
+            is(p, std::fs::Metadata::is_file) && set(&at(p), CAPABILITY, &value)
+        }
+        Act::Acl(p, perm) => {
+            let fits = |meta: &std::fs::Metadata| meta.is_file() || meta.is_dir();
+            is(p, fits) && set(&at(p), ACL, &acl(*perm as u16))
+        }
+        Act::RenameDir(a, b) => moved(top, a, b).is_ok(),
         Act::Time(p, s) => {
             let time = UNIX_EPOCH + Duration::new(*s, 123_456_789);
             is(p, std::fs::Metadata::is_file)
                 && File::open(at(p)).is_ok_and(|f| f.set_modified(time).is_ok())
         }
     }
+}
+
+const CAPABILITY: &str = "security.capability";
+const ACL: &str = "system.posix_acl_access";
+
+fn set(path: &Path, name: &str, value: &[u8]) -> bool {
+    rustix::fs::lsetxattr(path, name, value, rustix::fs::XattrFlags::empty()).is_ok()
+}
+
+/// Two entries more than a mode has: user 7 and the mask. linux/posix_acl_xattr.h, version 2.
+fn acl(perm: u16) -> Vec<u8> {
+    let mut bytes = 2u32.to_le_bytes().to_vec();
+    for (tag, perm, id) in [
+        (1u16, 6u16, u32::MAX),
+        (2, perm, 7),
+        (4, 4, u32::MAX),
+        (16, 7, u32::MAX),
+        (32, 0, u32::MAX),
+    ] {
+        bytes.extend([tag.to_le_bytes(), perm.to_le_bytes()].concat());
+        bytes.extend(id.to_le_bytes());
+    }
+    bytes
+}
+
+/// Renames a directory.
+fn moved(top: &Path, from: &Path, to: &Path) -> std::io::Result<()> {
+    let meta = top.join(from).symlink_metadata()?;
+    if !meta.is_dir() || from == to {
+        return Err(std::io::ErrorKind::InvalidInput.into());
+    }
+    std::fs::rename(top.join(from), top.join(to))
 }
 
 /// What a tree shows: every name with all that a user of it can see, but for what the kernel alone
@@ -239,15 +303,18 @@ pub fn shows(top: &Path) -> Vec<String> {
             } else {
                 String::new()
             };
-            let mut value = [0; 8];
-            let attribute = rustix::fs::lgetxattr(&full, "user.of", &mut value).unwrap_or(0);
+            let attributes = ["user.of", CAPABILITY, ACL].map(|name| {
+                let mut value = [0; 64];
+                let length = rustix::fs::lgetxattr(&full, name, &mut value).unwrap_or(0);
+                hex::encode(&value[..length])
+            });
             let links = if meta.is_file() { meta.nlink() } else { 1 };
             all.push(format!(
-                "{path:?} {:o} {}:{} {links} {time} {:?} {content}",
+                "{path:?} {:o} {}:{} {} {links} {time} {attributes:?} {content}",
                 meta.mode(),
                 meta.uid(),
                 meta.gid(),
-                &value[..attribute],
+                meta.rdev(),
             ));
         }
     }
@@ -268,7 +335,8 @@ fn unmount(spec: &Spec) {
     assert!(matches!(overlay::unmount(&spec.target).unwrap(), Unmount::Done));
 }
 
-fn round(dir: &Path, seed: u64) {
+/// Returns how many operations did something.
+fn round(dir: &Path, seed: u64) -> usize {
     let mut random = Random(seed);
     // A first layer, and the model's copy of it.
     let (base, model) = (dir.join("base"), dir.join("model"));
@@ -282,7 +350,8 @@ fn round(dir: &Path, seed: u64) {
         let source = Source::Upper(fd.as_fd(), Format::Trusted);
         layer::capture(source, Writers::Frozen, &layers, &|| false).unwrap().diff_id
     };
-    let lower = layers.ensure_tree(capture(&base)).unwrap();
+    let lower = layers.ensure_tree(capture(&base), &|| false).unwrap();
+    same(&shows(&lower), &shows(&base), seed, "the first layer");
     let copied =
         Command::new("cp").arg("-a").arg("--preserve=all").arg(&lower).arg(&model).status();
     assert!(copied.unwrap().success());
@@ -292,17 +361,29 @@ fn round(dir: &Path, seed: u64) {
     assert_eq!(shows(&first.target), shows(&model), "seed {seed}: before anything was done");
     // Writing to one name of a lower file breaks its link there, and not in a plain tree: names that
     // the first layer links are kept out of the operations by giving the model's a file of its own.
-    let mut acts = 0;
+    let (mut acts, mut renamed) = (0, 0);
     for step in 0..STEPS {
         let act = act(&mut random);
         if touches_a_link(&first.target, &lower, &act) {
             continue;
         }
-        let (one, other) = (done(&first.target, &act), done(&model, &act));
+        let one = match &act {
+            // A directory that a lower layer has is not renamed (redirect_dir=off); one of the upper's is.
+            Act::RenameDir(from, to) if real(&first.target, from) && real(&first.target, to) => {
+                match moved(&first.target, from, to) {
+                    Err(e) if e.kind() == std::io::ErrorKind::CrossesDevices => continue,
+                    answer => answer.is_ok(),
+                }
+            }
+            act => done(&first.target, act),
+        };
+        let other = done(&model, &act);
+        renamed += usize::from(one && matches!(act, Act::RenameDir(..)));
         assert_eq!(one, other, "seed {seed}, step {step}: {act:?}");
         acts += usize::from(one);
     }
     assert!(acts > 60, "seed {seed}: only {acts} operations did anything");
+    println!("{acts} operations, {renamed} directories renamed");
     let wanted = shows(&model);
     same(&shows(&first.target), &wanted, seed, "the overlay");
     unmount(&first);
@@ -329,12 +410,13 @@ fn round(dir: &Path, seed: u64) {
     unmount(&second);
 
     // As a layer of its own on top of the first.
-    let published = layers.ensure_tree(capture(&second.upper)).unwrap();
+    let published = layers.ensure_tree(capture(&second.upper), &|| false).unwrap();
     let mut third = spec(dir, &lower, "third");
     third.lowers.push(published);
     drop(overlay::mount(&third).unwrap());
     same(&shows(&third.target), &wanted, seed, "the bundle published");
     unmount(&third);
+    acts
 }
 
 /// Whether an operation writes to a file that has several names in the lower layer.
@@ -348,12 +430,17 @@ fn touches_a_link(merged: &Path, lower: &Path, act: &Act) -> bool {
         | Act::Owner(a, _)
         | Act::Attribute(a, _)
         | Act::Time(a, _)
+        | Act::Capability(a)
+        | Act::Acl(a, _)
         | Act::Remove(a) => vec![a],
         // What is in it may be linked from outside.
         Act::RemoveAll(a) => {
             return walkdir_links(&merged.join(a));
         }
-        Act::Dir(_) | Act::Symlink(..) | Act::Fifo(_) => vec![],
+        // A renamed directory is the upper's own, with all that is in it.
+        Act::Dir(_) | Act::Symlink(..) | Act::Fifo(_) | Act::Device(..) | Act::RenameDir(..) => {
+            vec![]
+        }
     };
     paths.into_iter().any(|path| {
         let links = |top: &Path| {

@@ -76,7 +76,7 @@ impl Host {
         let id = SessionId::fresh();
         let dirs = remove::create(&self.sessions, id, Backing::Directory).unwrap();
         let spec = Spec {
-            lowers: layers.iter().map(|l| self.store.ensure_tree(*l).unwrap()).collect(),
+            lowers: layers.iter().map(|l| self.store.ensure_tree(*l, &|| false).unwrap()).collect(),
             upper: dirs.upper.clone(),
             work: dirs.work.clone(),
             target: dirs.merged.clone(),
@@ -275,7 +275,7 @@ fn a_captured_upper_mounted_as_a_lower_shows_the_same_tree(place: &Place) {
     // 19 changes below the top, the top itself, one opaque marker; the socket is not there.
     assert_eq!(first.entries, 21);
 
-    let tree = host.store.ensure_tree(first.diff_id).unwrap();
+    let tree = host.store.ensure_tree(first.diff_id, &|| false).unwrap();
     assert_eq!(host.capture(&tree).unwrap().diff_id, first.diff_id, "a tree is an upper again");
     let (_, next, after) = host.session(&[host.base, first.diff_id], picture);
     assert_eq!(before, after);
@@ -327,7 +327,7 @@ fn the_merged_top_keeps_its_owner_and_mode(place: &Place) {
         set(merged, "user.note", b"top");
     });
     let layer = host.capture(&dirs.upper).unwrap().diff_id;
-    let top = File::open(host.store.ensure_tree(layer).unwrap()).unwrap();
+    let top = File::open(host.store.ensure_tree(layer, &|| false).unwrap()).unwrap();
     host.session(&[host.base, layer], |merged| {
         let upper = File::open(merged.parent().unwrap().join("upper")).unwrap();
         overfence::upper::copy_top(top.as_fd(), upper.as_fd()).unwrap();
@@ -478,7 +478,7 @@ fn the_walk_itself_crosses_no_mount(place: &Place) {
     fs::create_dir(&outside).unwrap();
     fs::write(outside.join("precious"), "kept").unwrap();
     let host = Host::new(place, |top| fs::create_dir_all(top.join("a/mnt")).unwrap());
-    let point = host.store.ensure_tree(host.base).unwrap().join("a/mnt");
+    let point = host.store.ensure_tree(host.base, &|| false).unwrap().join("a/mnt");
     mount(Some(&outside), &point, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
     host.store.settle([host.base]);
     let error = host.store.remove(&host.store.doom(host.base).unwrap()).unwrap_err();
@@ -572,7 +572,7 @@ fn a_full_disk_leaves_no_layer_behind(place: &Place) {
     let layer = capture(Source::Directory(fd.as_fd()), Writers::Running, &store, &|| false)
         .unwrap()
         .diff_id;
-    assert_eq!(store.ensure_tree(layer).unwrap_err().errno(), Some(Errno::NOSPC));
+    assert_eq!(store.ensure_tree(layer, &|| false).unwrap_err().errno(), Some(Errno::NOSPC));
     assert!(matches!(store.lower_path(layer), Err(Error::NotComplete(_))));
     assert_eq!(fs::read_dir(tiny.join("layers")).unwrap().count(), 1);
     umount(&tiny).unwrap();

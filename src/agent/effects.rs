@@ -544,7 +544,9 @@ impl Host {
         let Some(gone) = ProvedGone::from_facts(s.id, &s.facts) else {
             return Err("the superblock is not proved gone".to_owned());
         };
-        self.put_image_away(slot)?;
+        if let Some(why) = self.put_image_away(slot)? {
+            return Ok(vec![Event::Failed { what: Effect::READERS.to_owned(), why }]);
+        }
         // An image is one file, whatever is in it.
         let image = slot.dirs.image.is_some();
         let total = if image { Amount::default() } else { slot.measured() };

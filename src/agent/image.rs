@@ -90,16 +90,25 @@ impl Host {
         }
     }
 
-    /// The image of a session that is removed is in nobody's use any more.
-    pub(super) fn put_image_away(&self, slot: &Slot) -> Result<(), String> {
-        let Some(image) = &slot.dirs.image else { return Ok(()) };
-        let readers = slot.readers.lock().unwrap_or_else(PoisonError::into_inner);
-        if readers.count > 0 {
-            return Err(format!("{} is being read", image.file.display()));
-        }
+    /// The image of a session that is removed is in nobody's use any more. Those who read it end once
+    /// they see that it goes; if they have not soon, it says so, which is no failure of the removal's.
+    pub(super) fn put_image_away(&self, slot: &Slot) -> Result<Option<String>, String> {
+        let Some(image) = &slot.dirs.image else { return Ok(None) };
+        let until = clock::now().plus(TEARDOWN);
+        let _none = loop {
+            let readers = slot.readers.lock().unwrap_or_else(PoisonError::into_inner);
+            if readers.count == 0 {
+                break readers;
+            }
+            drop(readers);
+            if clock::now() >= until {
+                return Ok(Some(format!("{} is being read", image.file.display())));
+            }
+            std::thread::sleep(AGAIN);
+        };
         unmount(image)?;
         match unused(image)? {
-            None => Ok(()),
+            None => Ok(None),
             Some(device) => Err(in_use(image, &device)),
         }
     }

@@ -145,7 +145,9 @@ impl Host {
         let host = Arc::clone(self);
         self.runtime.spawn_blocking(move || {
             for path in cut_off {
-                if let Err(fault) = remove::remove_scratch(&path) {
+                // What lies elsewhere is noted here, so that first.
+                let done = bundle::sweep_noted(&path).and_then(|()| remove::remove_scratch(&path));
+                if let Err(fault) = done {
                     tracing::error!("{}", text(fault));
                 }
             }

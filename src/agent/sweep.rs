@@ -182,14 +182,15 @@ fn sweep_now(host: &Arc<Host>, witnessed: Duration, started: BootNs) -> Result<(
         super::seal::check(host, &slot);
         super::gate::check(host, &slot);
         let before = slot.session();
-        // Nor does time on HOLD.
-        let counts = !tripped && !host.store.marks().held(&slot.workspace);
+        // Nor does time on HOLD, nor what came before it was seen here to be preserved.
+        let counts = announces(&before) && !tripped && !host.store.marks().held(&slot.workspace);
         let witnessed = if counts { witnessed } else { Duration::ZERO };
+        // First said, then counted: a crash in between says it again, and swallows nothing.
+        announce(host, &slot, &before, witnessed)?;
         let add_ms = u64::try_from(witnessed.as_millis()).unwrap_or(u64::MAX);
         let may_delete = goes(host, &before, witnessed, may_delete);
         host.apply(&slot, Event::Witnessed { add_ms, may_delete }, "agent");
         let s = slot.session();
-        announce(host, &slot, &before, &s)?;
         *states.entry(s.state).or_default() += 1;
         if let Some(fact) = super::view::missing(&s) {
             *missing.entry(fact).or_default() += 1;
@@ -229,15 +230,21 @@ fn goes(host: &Host, s: &Session, witnessed: Duration, may_delete: bool) -> bool
     classify(seen, host.authority_says(s).answer).1 == Plan::Remove
 }
 
-/// Says that a deletion by grace comes near: once at each of [`NOTICES`].
-fn announce(host: &Host, slot: &Arc<Slot>, before: &Session, now: &Session) -> Result<(), String> {
-    let kept = |s: &Session| s.state == State::Preserved && s.unknown.is_empty();
-    if !kept(before) || !kept(now) {
+/// Whether the end of grace is what a session waits for: then it is announced, and time counts.
+fn announces(s: &Session) -> bool {
+    s.state == State::Preserved && s.unknown.is_empty()
+}
+
+/// Says that a deletion by grace comes near with what was `witnessed` and is not counted yet: once at
+/// each of [`NOTICES`].
+fn announce(host: &Host, slot: &Arc<Slot>, s: &Session, witnessed: Duration) -> Result<(), String> {
+    if !announces(s) {
         return Ok(());
     }
-    let left = |s: &Session| s.grace_ends().saturating_sub(s.witnessed);
-    let first = before.witnessed.is_zero() && !now.witnessed.is_zero();
-    let Some(left) = notice(left(before), left(now), first) else { return Ok(()) };
+    let left = s.grace_ends().saturating_sub(s.witnessed);
+    let first = s.witnessed.is_zero() && !witnessed.is_zero();
+    let Some(left) = notice(left, left.saturating_sub(witnessed), first) else { return Ok(()) };
+    failpoint::hit("agent.notice.before");
     let view = host.preserved_view(slot);
     let detail = serde_json::json!({
         "left_ms": view.grace_left_ms, "not_before": view.not_before, "owner": view.owner,
@@ -245,9 +252,11 @@ fn announce(host: &Host, slot: &Arc<Slot>, before: &Session, now: &Session) -> R
     });
     let left = crate::config::duration::text(left);
     tracing::warn!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{} bytes of {} are deleted in {left} of witnessed time: export, keep or discard them", view.bytes, view.owner);
-    let entry = super::slot::draft("deletion_ahead", now, "agent", detail);
+    let entry = super::slot::draft("deletion_ahead", s, "agent", detail);
     let journal = crate::model::journal::Journal { sessions: vec![], entries: vec![entry] };
-    host.store.record(&journal, crate::store::Durability::Lazy).map_err(text)
+    host.store.record(&journal, crate::store::Durability::Lazy).map_err(text)?;
+    failpoint::hit("agent.notice.after");
+    Ok(())
 }
 
 /// How much of grace is left when its end is announced, the longest first.

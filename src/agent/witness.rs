@@ -52,7 +52,8 @@ pub fn note(root: &Path, session: &Session) -> std::io::Result<()> {
     Ok(())
 }
 
-fn read(root: &Path) -> Option<(Generation, WorkspaceId)> {
+/// What was noted there: of which workspace, and under which generation.
+pub fn read(root: &Path) -> Option<(Generation, WorkspaceId)> {
     let told = std::fs::read_link(root.join(HOLDS)).ok()?;
     let (generation, workspace) = told.to_str()?.split_once(' ')?;
     Some((Generation(generation.parse().ok()?), workspace.parse().ok()?))

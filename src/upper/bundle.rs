@@ -12,6 +12,7 @@
 //! the manifest goes and is covered by its digest. Nothing in a bundle is executed, and reading one
 //! treats it as hostile: sizes are bounded, no symlink is followed, every digest is computed again.
 
+mod partial;
 mod read;
 mod write;
 
@@ -22,9 +23,10 @@ use super::store::LayerInfo;
 use crate::model::head::{Digest, Head, HeadAt};
 use crate::model::ids::{Generation, HostId, LeaseId, SessionId, WorkspaceId};
 
+pub use partial::{sweep, sweep_noted};
 pub(super) use read::Reader;
 pub use read::{diff, import, inspect, unpack_into, verify};
-pub use write::{Readers, export, refuse_taken, sweep};
+pub use write::{Readers, export, refuse_taken};
 
 /// The manifest annotation that carries the provenance.
 pub const PROVENANCE: &str = "overfence.provenance";

@@ -64,11 +64,11 @@ impl LayerStore {
     /// # Errors
     /// A layer is missing or damaged; an equivalence cannot be made; [`Error::Stopped`].
     pub fn lowers(&self, head: &[Digest], stop: Stop<'_>) -> Result<Vec<PathBuf>> {
-        let tree = |layer: &Digest| self.ensure_tree(*layer);
+        let tree = |layer: &Digest| self.ensure_tree(*layer, stop);
         if head.len() <= DEEP {
             return head.iter().map(tree).collect();
         }
-        let known = self.longest(head);
+        let known = self.longest(head, stop);
         let (from, lowest) = match known {
             Some((n, layer)) if head.len() - n < DEEP => (n, layer),
             known => {
@@ -83,13 +83,13 @@ impl LayerStore {
     }
 
     /// The longest run of the head that something whole here equals.
-    fn longest(&self, head: &[Digest]) -> Option<(usize, Digest)> {
+    fn longest(&self, head: &[Digest], stop: Stop<'_>) -> Option<(usize, Digest)> {
         let names = names(head);
         let known = names.iter().enumerate().rev().find_map(|(i, name)| {
             let known = self.read_equal(&self.equal_dir().join(name)).ok()?;
             (known.run == head[..=i]).then_some((i + 1, known.layer))
         });
-        known.filter(|(_, layer)| self.ensure_tree(*layer).is_ok())
+        known.filter(|(_, layer)| self.ensure_tree(*layer, stop).is_ok())
     }
 
     fn read_equal(&self, path: &Path) -> Result<Equivalence> {
@@ -103,7 +103,8 @@ impl LayerStore {
     /// Makes the equivalence of `run`, which `shown` shows.
     fn equal(&self, run: &[Digest], shown: &[Digest], stop: Stop<'_>) -> Result<Digest> {
         let begun = std::time::Instant::now();
-        let lowers = shown.iter().map(|layer| self.ensure_tree(*layer)).collect::<Result<_>>()?;
+        let lowers = shown.iter().map(|layer| self.ensure_tree(*layer, stop));
+        let lowers = lowers.collect::<Result<_>>()?;
         let scratch = self.scratch()?;
         let made = self.captured(&scratch, lowers, stop);
         // The first error is the one to tell; what stays is taken away by the next sweep.
@@ -135,7 +136,7 @@ impl LayerStore {
     }
 
     fn keep(&self, known: &Equivalence, stop: Stop<'_>) -> Result<()> {
-        self.ensure_tree(known.layer)?;
+        self.ensure_tree(known.layer, stop)?;
         self.verify(known.layer, stop)?;
         let dir = self.equal_dir();
         std::fs::create_dir_all(&dir).at("make", &dir)?;

@@ -40,6 +40,7 @@ pub mod image;
 pub mod layer;
 pub mod lowers;
 mod pack;
+mod place;
 pub mod print;
 pub mod rebase;
 pub mod remove;
@@ -50,6 +51,7 @@ pub mod size;
 pub mod store;
 mod tarfmt;
 mod tree;
+mod turns;
 mod unpack;
 
 pub use tarfmt::fuzz_entries;
@@ -189,6 +191,12 @@ pub enum Error {
         /// What the marker says.
         why: String,
     },
+    /// Somebody else removes it at this moment.
+    #[error("{path} is being removed already; wait for that to end")]
+    Removing {
+        /// The directory.
+        path: Shown,
+    },
     /// Something is mounted below.
     #[error("{path} is not removed: mounted at {mounts}; unmount it first")]
     Mounted {
@@ -213,7 +221,7 @@ impl Error {
         match self {
             Self::NotPortable { .. } => Code::UpperRefused,
             Self::Exists { .. } => Code::DestinationExists,
-            Self::Changed { .. } | Self::Stopped => Code::Busy,
+            Self::Changed { .. } | Self::Stopped | Self::Removing { .. } => Code::Busy,
             Self::Bundle { .. } => Code::BundleInvalid,
             Self::Call { .. } if self.errno() == Some(Errno::NOSPC) => Code::NoSpace,
             Self::Damaged { .. } | Self::NoLayer(_) | Self::NotComplete(_) => Code::LayerDamaged,

@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, RenameFlags};
+use rustix::fs::{AtFlags, CWD, FlockOperation, RenameFlags};
 use rustix::io::Errno;
 
 use super::empty::{empty, unlink};
@@ -212,9 +212,14 @@ pub fn trashed(trash: &Path) -> Result<Vec<OsString>> {
     }
 }
 
-/// Goes on with one removal that a crash cut off.
+/// Goes on with one removal that a crash cut off. What somebody else has removed by now is gone and
+/// nothing is left to count; [`Error::Removing`] if somebody else is at it.
 pub fn finish_removal(trash: &Path, name: &OsStr) -> Result<Removed> {
-    refuse_mounts_below(&trash.join(name))?;
+    let path = trash.join(name);
+    if path.symlink_metadata().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound) {
+        return Ok(Removed::default());
+    }
+    refuse_mounts_below(&path)?;
     remove_trashed(&Dir::open(trash)?, name, &Progress::default())
 }
 
@@ -225,7 +230,7 @@ fn remove_trashed(trash: &Dir, name: &OsStr, progress: &Progress) -> Result<Remo
         .to_str()
         .and_then(|n| n.parse().ok())
         .ok_or_else(|| unmarked("its name is no session id"))?;
-    let dir = trash.child(name)?;
+    let Some(dir) = alone(trash, name, &path)? else { return Ok(Removed::default()) };
     failpoint::fails("upper.remove.before").at("remove", &path)?;
     // The marker goes last; an empty directory is one whose marker went already.
     if dir.entries()?.next().is_some() {
@@ -242,6 +247,26 @@ fn remove_trashed(trash: &Dir, name: &OsStr, progress: &Progress) -> Result<Remo
     rustix::fs::fsync(trash).at("fsync", trash.path())?;
     failpoint::hit("upper.remove.after");
     Ok(progress.done().into())
+}
+
+/// Opens what is to be removed for this thread alone: two walks of one tree take each other's names
+/// away. `None` if it is gone.
+fn alone(trash: &Dir, name: &OsStr, path: &Path) -> Result<Option<Dir>> {
+    let gone = |e: &crate::kernel::Error| e.errno() == Some(Errno::NOENT);
+    let dir = match trash.child(name) {
+        Err(e) if gone(&e) => return Ok(None),
+        answer => answer?,
+    };
+    match rustix::fs::flock(&dir, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => return Err(Error::Removing { path: Shown::from(path) }),
+        answer => answer.at("lock", path)?,
+    }
+    // Whoever had it locked may have removed it by now.
+    match trash.stat(name) {
+        Ok(info) if info.ino == dir.own_stat()?.ino => Ok(Some(dir)),
+        Err(e) if !gone(&e) => Err(e.into()),
+        Ok(_) | Err(_) => Ok(None),
+    }
 }
 
 fn check_marker(dir: &Dir, id: SessionId) -> Result<()> {
@@ -261,7 +286,11 @@ fn check_marker(dir: &Dir, id: SessionId) -> Result<()> {
 /// Refuses if this mount namespace has a mount at or below `path`. Mounts elsewhere cannot be
 /// seen; the walk does not cross them either.
 fn refuse_mounts_below(path: &Path) -> Result<()> {
-    let real = path.canonicalize().at("resolve", path)?;
+    let real = match path.canonicalize() {
+        // It is gone by now, and nothing is mounted in it.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        answer => answer.at("resolve", path)?,
+    };
     let found = mountinfo::below(mountinfo::read(None)?, &real);
     if found.is_empty() {
         return Ok(());
@@ -274,8 +303,13 @@ fn refuse_mounts_below(path: &Path) -> Result<()> {
 pub fn remove_scratch(path: &Path) -> Result<()> {
     match path.symlink_metadata() {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        _ => remove_tree(path).map(drop),
+        _ => remove_behind(path).map(drop),
     }
+}
+
+/// [`remove_tree`] of what a workload made as large as it liked: running sessions have the disk first.
+pub(super) fn remove_behind(path: &Path) -> Result<Removed> {
+    background::run(|| remove_tree(path)).at("start a thread for removing", path)?
 }
 
 /// Removes a directory of our own making with all that is in it: a layer's tree, a temporary. The
@@ -286,203 +320,16 @@ pub(super) fn remove_tree(path: &Path) -> Result<Removed> {
         _ => return Err(Errno::INVAL).at("remove", path),
     };
     let above = Dir::open(if above.as_os_str().is_empty() { Path::new(".") } else { above })?;
+    remove_opened(&above, above.child(name)?, name)
+}
+
+/// The same of a directory that is held open, and the one it is in.
+pub(super) fn remove_opened(above: &Dir, dir: Dir, name: &OsStr) -> Result<Removed> {
     let progress = Progress::default();
-    empty(above.child(name)?, None, &progress)?;
-    unlink(&above, name, AtFlags::REMOVEDIR)?;
+    empty(dir, None, &progress)?;
+    unlink(above, name, AtFlags::REMOVEDIR)?;
     Ok(progress.done().into())
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-    use crate::model::facts::Proof;
-    use crate::model::time::BootNs;
-    use rustix::fs::{Mode, OFlags};
-
-    /// Makes a chain of `levels` directories with a file at its end, by descriptor.
-    pub(in crate::upper) fn deepen(top: &Path, levels: usize, name: &str) {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let mut fd = rustix::fs::open(top, flags, Mode::empty()).unwrap();
-        for _ in 0..levels {
-            rustix::fs::mkdirat(&fd, name, Mode::from_raw_mode(0o755)).unwrap();
-            fd = rustix::fs::openat(&fd, name, flags, Mode::empty()).unwrap();
-        }
-        let flags = OFlags::WRONLY | OFlags::CREATE;
-        rustix::fs::openat(&fd, "file", flags, Mode::from_raw_mode(0o600)).unwrap();
-    }
-
-    fn gone(id: SessionId) -> ProvedGone {
-        let mut facts = Facts::default();
-        assert!(ProvedGone::from_facts(id, &facts).is_none(), "no proof, no token");
-        let proof =
-            Proof { asked: "watch".into(), answer: "died".into(), at: BootNs(1), took_us: 1 };
-        facts.prove(Fact::Killed, proof.clone());
-        assert!(ProvedGone::from_facts(id, &facts).is_none(), "killed is not gone");
-        facts.prove(Fact::Gone, proof);
-        ProvedGone::from_facts(id, &facts).unwrap()
-    }
-
-    struct Place {
-        _tmp: tempfile::TempDir,
-        sessions: PathBuf,
-        trash: PathBuf,
-        outside: PathBuf,
-    }
-
-    fn place() -> Place {
-        let tmp = tempfile::tempdir().unwrap();
-        let at = |name: &str| tmp.path().join(name);
-        let place = Place {
-            sessions: at("sessions"),
-            trash: at("trash"),
-            outside: at("outside"),
-            _tmp: tmp,
-        };
-        std::fs::create_dir(&place.sessions).unwrap();
-        std::fs::create_dir(&place.outside).unwrap();
-        std::fs::write(place.outside.join("precious"), b"kept").unwrap();
-        place
-    }
-
-    #[test]
-    fn a_session_directory_is_made_once() {
-        let place = place();
-        let id = SessionId::fresh();
-        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
-        assert_eq!(dirs, SessionDirs::of(&place.sessions, id, Backing::Directory));
-        let mode = |p: &Path| std::os::unix::fs::MetadataExt::mode(&p.metadata().unwrap()) & 0o7777;
-        let modes = [&dirs.root, &dirs.upper, &dirs.work, &dirs.merged].map(|p| mode(p));
-        assert_eq!(modes, [0o700, 0o755, 0o700, 0o755]);
-        assert!(matches!(
-            create(&place.sessions, id, Backing::Directory),
-            Err(Error::Exists { .. })
-        ));
-    }
-
-    #[test]
-    fn one_with_an_image_has_its_upper_in_it_and_goes_as_any_other() {
-        let place = place();
-        let (id, size) = (SessionId::fresh(), "1G".parse().unwrap());
-        let dirs = create(&place.sessions, id, Backing::Image { size }).unwrap();
-        let image = dirs.image.clone().unwrap();
-        assert!(dirs.upper.starts_with(&image.disk) && dirs.work.starts_with(&image.disk));
-        assert!(image.disk.is_dir() && !dirs.upper.exists());
-        std::fs::write(&image.file, vec![1; 10_000]).unwrap();
-        let removed =
-            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap();
-        // The image, its mount point, merged, the marker, the top.
-        assert_eq!(removed.entries, 5);
-        assert!(removed.bytes >= 10_000, "{removed:?}");
-        let new = place.sessions.join(format!("{MAKING}{}", SessionId::fresh()));
-        std::fs::create_dir_all(Image::below(&new).disk).unwrap();
-        assert_eq!(sweep_unfinished(&place.sessions).unwrap(), 1);
-    }
-
-    #[test]
-    fn what_a_crash_in_create_left_is_swept_by_rmdir_only() {
-        let place = place();
-        let new = place.sessions.join(format!("{MAKING}{}", SessionId::fresh()));
-        std::fs::create_dir_all(new.join("upper")).unwrap();
-        std::fs::write(new.join(MARKER), b"half").unwrap();
-        assert_eq!(sweep_unfinished(&place.sessions).unwrap(), 1);
-        assert!(!new.exists());
-        std::fs::create_dir_all(new.join("upper/somebody's")).unwrap();
-        assert!(sweep_unfinished(&place.sessions).is_err());
-        assert!(new.join("upper/somebody's").exists());
-    }
-
-    #[test]
-    fn invariant_i6_deletion_stays_inside() {
-        let place = place();
-        let id = SessionId::fresh();
-        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
-        std::os::unix::fs::symlink(&place.outside, dirs.upper.join("dir")).unwrap();
-        std::os::unix::fs::symlink(place.outside.join("precious"), dirs.upper.join("f")).unwrap();
-        std::os::unix::fs::symlink("../../..", dirs.work.join("up")).unwrap();
-        std::fs::write(dirs.upper.join("a"), vec![1; 10_000]).unwrap();
-        std::fs::hard_link(dirs.upper.join("a"), dirs.upper.join("b")).unwrap();
-        std::fs::create_dir_all(dirs.upper.join("x/y/z")).unwrap();
-        let removed =
-            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap();
-        // 3 symlinks, 2 names, 3 directories; marker, upper, work, merged, the top.
-        assert_eq!(removed.entries, 3 + 2 + 3 + 5);
-        assert!(removed.bytes >= 10_000, "{removed:?}");
-        assert_eq!(std::fs::read(place.outside.join("precious")).unwrap(), b"kept");
-        assert!(std::fs::read_dir(&place.trash).unwrap().next().is_none());
-        assert!(std::fs::read_dir(&place.sessions).unwrap().next().is_none());
-    }
-
-    #[test]
-    fn nothing_without_its_marker_is_removed() {
-        let place = place();
-        let (id, other) = (SessionId::fresh(), SessionId::fresh());
-        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
-        let markers: [&dyn Fn(&Path); 3] = [
-            &|m| std::fs::remove_file(m).unwrap(),
-            &|m| std::fs::write(m, format!("{other}\n")).unwrap(),
-            &|m| {
-                std::fs::remove_file(m).unwrap();
-                std::os::unix::fs::symlink(other.to_string(), m).unwrap();
-            },
-        ];
-        for spoil in markers {
-            spoil(&dirs.root.join(MARKER));
-            let error =
-                remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap_err();
-            assert!(matches!(error, Error::Unmarked { .. }), "{error}");
-            assert!(dirs.upper.exists());
-        }
-        std::fs::create_dir_all(place.trash.join(id.to_string()).join("upper")).unwrap();
-        assert!(matches!(empty_trash(&place.trash), Err(Error::Unmarked { .. })));
-        std::fs::remove_dir_all(place.trash.join(id.to_string())).unwrap();
-        std::fs::create_dir_all(place.trash.join("somebody's")).unwrap();
-        assert!(matches!(empty_trash(&place.trash), Err(Error::Unmarked { .. })));
-    }
-
-    #[test]
-    fn a_removal_is_done_again_without_harm() {
-        let place = place();
-        let id = SessionId::fresh();
-        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
-        std::fs::create_dir(&place.trash).unwrap();
-        std::fs::rename(&dirs.root, place.trash.join(id.to_string())).unwrap();
-        assert_eq!(
-            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap().entries,
-            5
-        );
-        assert_eq!(
-            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap(),
-            Removed::default()
-        );
-    }
-
-    #[test]
-    fn a_removal_cut_off_anywhere_is_finished_at_start() {
-        let place = place();
-        let whole = SessionId::fresh();
-        let dirs = create(&place.sessions, whole, Backing::Directory).unwrap();
-        std::fs::write(dirs.upper.join("f"), b"x").unwrap();
-        std::fs::create_dir(&place.trash).unwrap();
-        std::fs::rename(&dirs.root, place.trash.join(whole.to_string())).unwrap();
-        // Another one died between its marker and its directory.
-        std::fs::create_dir(place.trash.join(SessionId::fresh().to_string())).unwrap();
-        let removed = empty_trash(&place.trash).unwrap();
-        assert_eq!(removed.entries, 6 + 1);
-        assert!(std::fs::read_dir(&place.trash).unwrap().next().is_none());
-        assert_eq!(empty_trash(&place.trash.join("never made")).unwrap(), Removed::default());
-    }
-
-    #[test]
-    fn ten_thousand_levels_and_a_wide_directory_are_removed() {
-        let place = place();
-        let id = SessionId::fresh();
-        let dirs = create(&place.sessions, id, Backing::Directory).unwrap();
-        deepen(&dirs.upper, 10_000, "deep");
-        for n in 0..3 * super::super::empty::BATCH {
-            std::fs::create_dir_all(dirs.work.join(format!("{n}/full"))).unwrap();
-        }
-        let removed =
-            remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap();
-        assert_eq!(removed.entries, 10_001 + 6 * super::super::empty::BATCH as u64 + 5);
-    }
-}
+pub(super) mod tests;

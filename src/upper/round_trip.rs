@@ -70,7 +70,7 @@ fn a_tree_captured_unpacked_and_captured_again_has_the_same_digest() {
     furnish(&case.source);
     let first = capture_dir(&case.source, &case.store).unwrap();
     assert_eq!((first.entries, first.skipped_sockets), (10, 0));
-    let tree = case.store.ensure_tree(first.diff_id).unwrap();
+    let tree = case.store.ensure_tree(first.diff_id, &|| false).unwrap();
     assert_eq!(case.store.lower_path(first.diff_id).unwrap(), tree);
     let again = capture_dir(&tree, &case.store).unwrap();
     assert_eq!((again.diff_id, again.blob_digest), (first.diff_id, first.blob_digest));
@@ -146,7 +146,7 @@ fn a_file_whose_name_means_a_deletion_stays_a_file() {
     assert_eq!(first.escaped.entries, 6, "{:?}", first.escaped);
     let shown = [".wh.file".to_owned(), ".overfence-escaped.wh.file".to_owned()];
     assert!(first.escaped.first.contains(&shown));
-    let tree = case.store.ensure_tree(first.diff_id).unwrap();
+    let tree = case.store.ensure_tree(first.diff_id, &|| false).unwrap();
     assert_eq!(capture_upper(&tree, &case.store).unwrap().diff_id, first.diff_id);
     assert_eq!(std::fs::read(tree.join(".wh.file")).unwrap(), b"kept");
     assert_eq!(std::fs::read(tree.join(&long)).unwrap(), b"long");
@@ -178,7 +178,7 @@ fn an_attribute_that_looks_like_a_mark_of_overlays_is_carried_apart() {
     let error = capture_dir(&case.source, &case.store).unwrap_err();
     assert!(matches!(&error, Error::NotPortable { path, .. } if path.to_string() == "f"));
     let first = capture_upper(&case.source, &case.store).unwrap();
-    let tree = case.store.ensure_tree(first.diff_id).unwrap();
+    let tree = case.store.ensure_tree(first.diff_id, &|| false).unwrap();
     let mut value = [0; 16];
     let len = rustix::fs::getxattr(tree.join("f"), "user.overlay.redirect", &mut value).unwrap();
     assert_eq!(&value[..len], b"/etc");
@@ -203,7 +203,7 @@ fn a_terabyte_of_nothing_takes_no_time() {
     let first = capture_dir(&case.source, &case.store).unwrap();
     assert!(first.took < std::time::Duration::from_secs(5), "{:?}", first.took);
     assert!(first.size_uncompressed < 1 << 20, "{}", first.size_uncompressed);
-    let tree = case.store.ensure_tree(first.diff_id).unwrap();
+    let tree = case.store.ensure_tree(first.diff_id, &|| false).unwrap();
     assert_eq!(capture_dir(&tree, &case.store).unwrap().diff_id, first.diff_id);
     let mut bytes = [0; 13];
     let copy = File::open(tree.join("huge")).unwrap();
@@ -245,7 +245,7 @@ fn a_tree_deeper_than_path_max_goes_through() {
     let first = capture_dir(&case.source, &case.store).unwrap();
     assert_eq!(first.entries, 10_002);
     assert_eq!(super::size::size(&case.source).unwrap().1, 10_001);
-    let tree = case.store.ensure_tree(first.diff_id).unwrap();
+    let tree = case.store.ensure_tree(first.diff_id, &|| false).unwrap();
     assert_eq!(capture_dir(&tree, &case.store).unwrap().diff_id, first.diff_id);
     super::remove::remove_tree(&case.source).unwrap();
     assert!(case.store.doom(first.diff_id).is_none(), "it is not said yet where it is named");
@@ -262,7 +262,7 @@ fn an_incomplete_tree_is_made_again() {
     let place = case.layers.join(id.hex());
     std::fs::create_dir_all(place.join("tree/half/made")).unwrap();
     assert!(matches!(case.store.lower_path(id), Err(Error::NotComplete(_))));
-    let tree = case.store.ensure_tree(id).unwrap();
+    let tree = case.store.ensure_tree(id, &|| false).unwrap();
     assert!(!tree.join("half").exists());
     std::fs::create_dir_all(case.layers.join(".tmp-0/x")).unwrap();
     assert_eq!(case.store.sweep().unwrap(), 1);
@@ -280,13 +280,13 @@ fn a_damaged_layer_never_becomes_a_tree() {
         let mut bad = good.clone();
         bad[at] ^= 1;
         std::fs::write(&blob, &bad).unwrap();
-        assert!(case.store.ensure_tree(id).is_err(), "byte {at}");
+        assert!(case.store.ensure_tree(id, &|| false).is_err(), "byte {at}");
         assert!(case.store.lower_path(id).is_err());
     }
     std::fs::write(&blob, [&good[..], b"more"].concat()).unwrap();
-    assert!(case.store.ensure_tree(id).is_err(), "bytes after the end");
+    assert!(case.store.ensure_tree(id, &|| false).is_err(), "bytes after the end");
     std::fs::write(&blob, &good).unwrap();
-    case.store.ensure_tree(id).unwrap();
+    case.store.ensure_tree(id, &|| false).unwrap();
 }
 
 /// A compressed archive with these entries, and its diff id.
@@ -332,7 +332,7 @@ fn an_archive_cannot_reach_out_of_its_tree() {
     for (what, entries) in list {
         let (blob, id) = archive(&entries);
         case.store.import(&blob[..], id, 1 << 20).unwrap();
-        let outcome = case.store.ensure_tree(id);
+        let outcome = case.store.ensure_tree(id, &|| false);
         let hostile = matches!(&outcome, Err(Error::Damaged { layer, why }) if *layer == id && why.starts_with("entry "));
         assert!(hostile, "{what}: {outcome:?}");
         let inside: Vec<_> = std::fs::read_dir(&outside).unwrap().collect();
@@ -343,7 +343,7 @@ fn an_archive_cannot_reach_out_of_its_tree() {
     // The helper is sound: the same things inside of the tree are taken.
     let (blob, id) = archive(&[(b"d/e", file()), (b"b", hard(b"d/e")), (b"b", link())]);
     case.store.import(&blob[..], id, 1 << 20).unwrap();
-    case.store.ensure_tree(id).unwrap();
+    case.store.ensure_tree(id, &|| false).unwrap();
 }
 
 #[test]
@@ -442,7 +442,7 @@ proptest! {
         let case = case();
         plant(&case.source, nodes);
         let first = capture_dir(&case.source, &case.store).unwrap();
-        let tree = case.store.ensure_tree(first.diff_id).unwrap();
+        let tree = case.store.ensure_tree(first.diff_id, &|| false).unwrap();
         prop_assert_eq!(capture_dir(&tree, &case.store).unwrap().diff_id, first.diff_id);
     }
 }

@@ -13,11 +13,12 @@ use crate::kernel::walk::Dir;
 /// Bytes on disk and entries below `dir`; a missing directory holds nothing, nor does what is mounted
 /// there or goes meanwhile.
 pub fn size(dir: &Path) -> Result<(u64, u64)> {
-    if !dir.exists() {
-        return Ok((0, 0));
-    }
+    let begun = Dir::open(dir).map_err(Error::from).and_then(|dir| Walk::new(dir.as_fd()));
+    let mut walk = match begun {
+        Err(fault) if fault.errno() == Some(Errno::NOENT) => return Ok((0, 0)),
+        answer => answer?,
+    };
     let (mut bytes, mut entries) = (0, 0);
-    let mut walk = Walk::new(Dir::open(dir)?.as_fd())?;
     while let Some(step) = walk.step()? {
         let Step::Name(entry) = step else { continue };
         let info = match walk.here().stat(&entry.name).map_err(Error::from) {

@@ -12,17 +12,17 @@
 //! layers/.tmp-*/       being made or removed, or gathered for a layer; see `gather`
 //! ```
 //!
-//! Several threads may use one store; trees are made one at a time. One process at a time may.
+//! Several threads may use one store; each tree is made by one of them. One process at a time may.
 //! A layer that is added cannot be removed until whoever added it has said where it is named
 //! ([`LayerStore::settle`]); one that is being removed is added again only after it is gone.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{Read, Write as _};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -31,6 +31,7 @@ use serde::{Deserialize, Serialize};
 use super::blob::{Sink, check_entries, read_blob};
 use super::damage::damaged;
 use super::tarfmt::Entries;
+use super::turns::{Doomed, Turns};
 use super::unpack::unpack;
 use super::{At as _, Error, Result, Stop, Stoppable, path_of, remove, sync_dir, unique_name};
 use crate::failpoint;
@@ -65,47 +66,16 @@ pub struct LayerInfo {
 #[derive(Debug)]
 pub struct LayerStore {
     dir: PathBuf,
-    unpacking: Mutex<()>,
     /// Marks are changed by one at a time; and which missing layers were told.
     pub(super) marking: Mutex<BTreeSet<Digest>>,
-    turns: Mutex<Turns>,
-    turned: Condvar,
-}
-
-/// Who has a layer in hand at this moment.
-#[derive(Debug, Default)]
-struct Turns {
-    /// Added, and named by nothing yet; how often.
-    fresh: BTreeMap<Digest, usize>,
-    /// Being removed.
-    doomed: BTreeSet<Digest>,
-}
-
-/// A layer that nobody adds as long as this lives; see [`LayerStore::doom`].
-#[derive(Debug)]
-pub struct Doomed<'a> {
-    store: &'a LayerStore,
-    layer: Digest,
-}
-
-impl Drop for Doomed<'_> {
-    fn drop(&mut self) {
-        self.store.turns().doomed.remove(&self.layer);
-        self.store.turned.notify_all();
-    }
+    pub(super) turns: Turns,
 }
 
 impl LayerStore {
     /// Opens the store at `<state>/layers`, making the directory (0700) if it is missing.
     pub fn open(dir: &Path) -> Result<Self> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).at("make", dir)?;
-        Ok(Self {
-            dir: dir.to_owned(),
-            unpacking: Mutex::new(()),
-            marking: Mutex::default(),
-            turns: Mutex::default(),
-            turned: Condvar::new(),
-        })
+        Ok(Self { dir: dir.to_owned(), marking: Mutex::default(), turns: Turns::default() })
     }
 
     /// Removes what a crash left half made or half removed. Only at start, before any other call.
@@ -195,31 +165,15 @@ impl LayerStore {
         })
     }
 
-    fn turns(&self) -> MutexGuard<'_, Turns> {
-        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Says that layers which were added are named where they are needed, or are not needed.
     pub fn settle(&self, layers: impl IntoIterator<Item = Digest>) {
-        let mut turns = self.turns();
-        for layer in layers {
-            if let Some(n) = turns.fresh.get_mut(&layer) {
-                *n = n.saturating_sub(1);
-                if *n == 0 {
-                    turns.fresh.remove(&layer);
-                }
-            }
-        }
+        self.turns.settle(layers);
     }
 
     /// Keeps a layer from being added, so that it can be removed; not while somebody who added it has
     /// still to say where it is named.
     pub fn doom(&self, layer: Digest) -> Option<Doomed<'_>> {
-        let mut turns = self.turns();
-        if turns.fresh.contains_key(&layer) || !turns.doomed.insert(layer) {
-            return None;
-        }
-        Some(Doomed { store: self, layer })
+        self.turns.doom(layer)
     }
 
     /// Adds the layer that `write` puts into a file. A layer that is here already is kept as it is. It
@@ -251,12 +205,7 @@ impl LayerStore {
             .at("encode", temporary.join(INFO))?;
         write_durable(&temporary.join(INFO), 0o600, &text)?;
         sync_dir(temporary)?;
-        let mut turns = self.turns();
-        while turns.doomed.contains(&info.diff_id) {
-            turns = self.turned.wait(turns).unwrap_or_else(PoisonError::into_inner);
-        }
-        *turns.fresh.entry(info.diff_id).or_default() += 1;
-        drop(turns);
+        self.turns.add(info.diff_id);
         self.place(temporary, info).inspect_err(|_| self.settle([info.diff_id]))
     }
 
@@ -377,10 +326,14 @@ impl LayerStore {
     }
 
     /// Makes the tree of a layer if it is not complete, and returns its path. The content is
-    /// checked against the layer's digest on the way.
-    pub fn ensure_tree(&self, diff_id: Digest) -> Result<PathBuf> {
+    /// checked against the layer's digest on the way. What others wait for is only this very layer's:
+    /// unpacking one may take long by the doing of whoever wrote it.
+    ///
+    /// # Errors
+    /// It is missing or damaged; [`Error::Stopped`].
+    pub fn ensure_tree(&self, diff_id: Digest, stop: Stop<'_>) -> Result<PathBuf> {
         // A thread that died here left an incomplete tree, which is what this function repairs.
-        let _one = self.unpacking.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = self.turns.unpack(diff_id);
         match self.lower_path(diff_id) {
             Err(Error::NotComplete(_)) => {}
             other => return other,
@@ -393,13 +346,17 @@ impl LayerStore {
         failpoint::fails("upper.tree.before").at("make", &tree)?;
         std::fs::create_dir(&tree).at("make", &tree)?;
         let top = File::open(&tree).at("open", &tree)?;
-        let outcome = open(&dir.join(BLOB))
-            .at("open", dir.join(BLOB))
-            .and_then(|blob| read_blob(blob, &info, |tar| unpack(tar, top.as_fd())));
+        let outcome = open(&dir.join(BLOB)).at("open", dir.join(BLOB)).and_then(|blob| {
+            let blob = Stoppable { inner: blob, stop };
+            read_blob(blob, &info, |tar| unpack(tar, top.as_fd()))
+        });
         if let Err(error) = outcome {
             // As above: the error counts; an incomplete tree is made anew in any case.
             let _ = remove::remove_tree(&tree);
-            return Err(error.in_layer(diff_id));
+            return Err(match stop.over() {
+                true => Error::Stopped,
+                false => error.in_layer(diff_id),
+            });
         }
         rustix::fs::syncfs(&top).at("sync the file system of", &tree)?;
         write_durable(&dir.join(COMPLETE), 0o600, b"")?;
@@ -433,7 +390,7 @@ impl LayerStore {
             answer => answer.at("rename away", &place)?,
         }
         sync_dir(&self.dir)?;
-        remove::remove_tree(&doomed)?;
+        remove::remove_behind(&doomed)?;
         failpoint::hit("upper.layer.remove.after");
         Ok(())
     }

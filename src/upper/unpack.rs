@@ -9,7 +9,6 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek as _, SeekFrom, Write as _};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, XattrFlags};
@@ -17,6 +16,7 @@ use rustix::io::Errno;
 
 use super::changes::{Changes, Format, opaque_mark};
 use super::pack::meta_of;
+use super::place::Place;
 use super::tarfmt::{Entries, Entry, Kind, Meta};
 use super::tree::{Step, Walk, reopen};
 use super::{At as _, Error, Result, path_of};
@@ -47,9 +47,7 @@ pub(super) fn unpack_checked(
     tree: BorrowedFd<'_>,
     check: &mut dyn FnMut(&Entry) -> Result<()>,
 ) -> Result<u64> {
-    let top = reopen(tree, Path::new(""))?;
-    let near = reopen(tree, Path::new(""))?;
-    let mut target = Target { top, near, times: HashMap::new() };
+    let mut target = Target { place: Place::top(tree)?, times: HashMap::new() };
     let mut entries = Entries::new(input);
     let mut count = 0;
     while let Some(entry) = entries.next_entry()? {
@@ -58,8 +56,8 @@ pub(super) fn unpack_checked(
         match entry.kind {
             Kind::Whiteout => target.whiteout(&entry.path)?,
             Kind::Opaque => {
-                target.go_to(&entry.path, true)?;
-                make_opaque(&target.near)?;
+                target.place.go_to(&entry.path, true)?;
+                make_opaque(target.place.dir())?;
             }
             _ => target.plain(entry, &mut entries)?,
         }
@@ -70,48 +68,16 @@ pub(super) fn unpack_checked(
 }
 
 struct Target {
-    top: Dir,
-    /// The directory of the last entry: the next one is mostly in it or below it.
-    near: Dir,
+    /// The directory of the last entry.
+    place: Place,
     /// Directory times by inode, set when nothing more is made in them.
     times: HashMap<u64, (i64, u32)>,
 }
 
 impl Target {
-    /// Makes `near` the directory at `path`; missing parents are made if `make`.
-    fn go_to(&mut self, path: &[u8], make: bool) -> Result<()> {
-        let near = self.near.path().as_os_str().as_bytes();
-        let mut rest = path;
-        match path.strip_prefix(near) {
-            Some(b"") => return Ok(()),
-            Some([b'/', below @ ..]) if !near.is_empty() => rest = below,
-            _ => self.near = reopen(&self.top, Path::new(""))?,
-        }
-        while !rest.is_empty() {
-            let end = rest.iter().position(|b| *b == b'/').unwrap_or(rest.len());
-            let name = path_of(&rest[..end]).as_os_str();
-            let child = match self.near.child(name) {
-                Err(e) if make && e.errno() == Some(Errno::NOENT) => {
-                    let mode = Mode::from_raw_mode(0o755);
-                    rustix::fs::mkdirat(&self.near, name, mode).at("make", path_of(path))?;
-                    self.near.child(name)
-                }
-                other => other,
-            };
-            self.near = child.map_err(|e| match e.errno() {
-                Some(Errno::LOOP | Errno::NOTDIR | Errno::XDEV | Errno::NOENT) => {
-                    Error::hostile(path, "on the way to it is something that is no directory")
-                }
-                _ => e.into(),
-            })?;
-            rest = rest.get(end + 1..).unwrap_or_default();
-        }
-        Ok(())
-    }
-
-    /// What has this name in `near` now.
+    /// What has this name in the directory at hand now.
     fn present(&self, name: &Path) -> Result<Option<Info>> {
-        match self.near.stat(name.as_os_str()) {
+        match self.place.dir().stat(name.as_os_str()) {
             Ok(info) => Ok(Some(info)),
             Err(e) if e.errno() == Some(Errno::NOENT) => Ok(None),
             Err(e) => Err(e.into()),
@@ -122,7 +88,7 @@ impl Target {
         let Entry { path, kind, meta } = entry;
         let shown = path_of(&path);
         if path.is_empty() {
-            self.near = reopen(&self.top, Path::new(""))?;
+            self.place.go_to(b"", false)?;
             return self.own_directory(&meta);
         }
         let (dir, name) = split(&path);
@@ -133,7 +99,7 @@ impl Target {
         let linked = match &kind {
             Kind::HardLink { target } => {
                 let (dir, name) = split(target);
-                self.go_to(dir, false)?;
+                self.place.go_to(dir, false)?;
                 let name = path_of(name).to_owned();
                 match self.present(&name)? {
                     Some(info) if info.kind != FileType::Directory && !info.is_whiteout() => {}
@@ -142,21 +108,22 @@ impl Target {
                 if target == &path {
                     return Err(Error::hostile(&path, "it links to itself"));
                 }
-                Some((reopen(&self.near, self.near.path())?, name))
+                Some((reopen(self.place.dir(), self.place.path())?, name))
             }
             _ => None,
         };
-        self.go_to(dir, true)?;
+        self.place.go_to(dir, true)?;
         match self.present(name)? {
             None => {}
             Some(info) if info.kind == FileType::Directory => {
                 return Err(Error::hostile(&path, "it replaces an earlier directory"));
             }
             Some(_) => {
-                rustix::fs::unlinkat(&self.near, name, AtFlags::empty()).at("replace", shown)?;
+                rustix::fs::unlinkat(self.place.dir(), name, AtFlags::empty())
+                    .at("replace", shown)?;
             }
         }
-        let near = self.near.as_fd();
+        let near = self.place.dir().as_fd();
         let node = |kind, device| {
             rustix::fs::mknodat(near, name, kind, Mode::from_raw_mode(0o600), device)
                 .at("make", shown)
@@ -191,29 +158,29 @@ impl Target {
     fn directory(&mut self, path: &[u8], meta: &Meta) -> Result<()> {
         let (dir, name) = split(path);
         let name = path_of(name);
-        self.go_to(dir, true)?;
+        self.place.go_to(dir, true)?;
         let was = self.present(name)?;
         if was.is_none_or(|info| info.kind != FileType::Directory) {
             if was.is_some() {
-                rustix::fs::unlinkat(&self.near, name, AtFlags::empty())
+                rustix::fs::unlinkat(self.place.dir(), name, AtFlags::empty())
                     .at("replace", path_of(path))?;
             }
-            rustix::fs::mkdirat(&self.near, name, Mode::from_raw_mode(0o700))
+            rustix::fs::mkdirat(self.place.dir(), name, Mode::from_raw_mode(0o700))
                 .at("make", path_of(path))?;
         }
-        self.go_to(path, false)?;
+        self.place.go_to(path, false)?;
         if was.is_some_and(|info| info.is_whiteout()) {
             // Deleted and made anew: it hides what lies below it.
-            make_opaque(&self.near)?;
+            make_opaque(self.place.dir())?;
         }
         self.own_directory(meta)
     }
 
-    /// Gives `near` itself its owner and so on.
+    /// Gives the directory at hand its own owner and so on.
     fn own_directory(&mut self, meta: &Meta) -> Result<()> {
-        let path = self.near.path().to_owned();
-        dress(self.near.as_fd(), Path::new("."), meta, &path, false)?;
-        let ino = self.near.own_stat()?.ino;
+        let dir = self.place.dir();
+        dress(dir.as_fd(), Path::new("."), meta, self.place.path(), false)?;
+        let ino = dir.own_stat()?.ino;
         self.times.insert(ino, (meta.mtime_s, meta.mtime_ns));
         Ok(())
     }
@@ -229,7 +196,7 @@ impl Target {
         let shown = path_of(path);
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let fd = rustix::fs::openat(&self.near, name, flags, Mode::from_raw_mode(0o600))
+        let fd = rustix::fs::openat(self.place.dir(), name, flags, Mode::from_raw_mode(0o600))
             .at("make", shown)?;
         let mut file = File::from(fd);
         let mut buffer = vec![0; 1 << 16];
@@ -248,22 +215,22 @@ impl Target {
             }
         }
         file.set_len(size).at("write", shown)?;
-        dress(self.near.as_fd(), name, meta, shown, false)?;
+        dress(self.place.dir().as_fd(), name, meta, shown, false)?;
         rustix::fs::futimens(&file, &times(meta)).at("set times of", shown)
     }
 
     fn whiteout(&mut self, path: &[u8]) -> Result<()> {
         let (dir, name) = split(path);
         let name = path_of(name);
-        self.go_to(dir, true)?;
+        self.place.go_to(dir, true)?;
         match self.present(name)? {
             // The layer has the name too: it is new here, and hides what was below.
             Some(info) if info.kind == FileType::Directory => {
-                make_opaque(&self.near.child(name.as_os_str())?)
+                make_opaque(&self.place.dir().child(name.as_os_str())?)
             }
             Some(_) => Ok(()),
             None => rustix::fs::mknodat(
-                &self.near,
+                self.place.dir(),
                 name,
                 FileType::CharacterDevice,
                 Mode::empty(),
@@ -274,12 +241,14 @@ impl Target {
     }
 
     /// Sets the times of all directories; those the layer did not name get the epoch.
-    fn finish(self) -> Result<()> {
+    fn finish(mut self) -> Result<()> {
+        self.place.go_to(b"", false)?;
+        let top = self.place.dir();
         let stamp = |ino: u64| {
             let (mtime_s, mtime_ns) = self.times.get(&ino).copied().unwrap_or_default();
             times(&Meta { mtime_s, mtime_ns, ..Meta::default() })
         };
-        let mut walk = Walk::new(&self.top)?;
+        let mut walk = Walk::new(top)?;
         while let Some(step) = walk.step()? {
             let Step::Name(entry) = step else { continue };
             let info = walk.here().stat(&entry.name)?;
@@ -291,8 +260,8 @@ impl Target {
                 walk.enter(&entry)?;
             }
         }
-        let ino = self.top.own_stat()?.ino;
-        rustix::fs::futimens(&self.top, &stamp(ino)).at("set times of", "")
+        let ino = top.own_stat()?.ino;
+        rustix::fs::futimens(top, &stamp(ino)).at("set times of", "")
     }
 }
 

@@ -309,7 +309,8 @@ fn revert(
     host.refuse_when_short()?;
     // A head that cannot be mounted is not published.
     for layer in &head.0 {
-        host.layers.ensure_tree(*layer).map_err(|fault| versions.refuse(host, to, fault))?;
+        let tree = host.layers.ensure_tree(*layer, &|| host.stopping());
+        tree.map_err(|fault| versions.refuse(host, to, fault))?;
     }
     let owner: Owner = by
         .owner()

@@ -14,9 +14,9 @@ use crate::agent::slot::Slot;
 use crate::kernel::walk::Dir;
 use crate::model::code::Code;
 use crate::model::facts::Fact;
-use crate::model::head::Head;
+use crate::model::head::{Digest, Head};
 use crate::model::ids::SessionId;
-use crate::model::session::State;
+use crate::model::session::{Session, State};
 use crate::model::view::{DiffRow, DiffSummary};
 use crate::upper::diff::Diff;
 use crate::upper::lowers::Lowers;
@@ -82,11 +82,7 @@ fn begin(host: &Host, slot: &Slot) -> Result<Begun, Failure> {
 }
 
 fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, Failure>>) {
-    let stop = || {
-        to.is_closed()
-            || host.stopping()
-            || matches!(slot.lock().session.state, State::Deleting | State::Closed)
-    };
+    let stop = || to.is_closed() || host.stopping() || is_removed(&slot.lock().session);
     let mut summary = DiffSummary::default();
     let mut left = false;
     let Begun { base, live } = begun;
@@ -95,7 +91,7 @@ fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, F
         for row in Diff::new(upper.as_fd(), base, live, &stop)? {
             let row = row?;
             summary.count(&row);
-            if !hand(host, to, Ok(Told::Row(row))) {
+            if !hand(host, slot, to, Ok(Told::Row(row))) {
                 left = true;
                 break;
             }
@@ -108,6 +104,7 @@ fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, F
     }
     hand(
         host,
+        slot,
         to,
         match outcome {
             Ok(Ok(())) => Ok(Told::End(summary)),
@@ -117,26 +114,37 @@ fn walk(host: &Host, slot: &Slot, begun: Begun, to: &mpsc::Sender<Result<Told, F
     );
 }
 
-/// Hands a thing over; false once nobody reads, or not any more: others wait for this turn.
+/// What is removed is read by nobody any more: its removal waits for whoever has its image open.
+fn is_removed(s: &Session) -> bool {
+    matches!(s.state, State::Deleting | State::Closed)
+}
+
+/// Hands a thing over; false once nobody reads, or not any more: others wait for this turn, and the
+/// session's removal for its upper.
 fn hand(
     host: &Host,
+    slot: &Slot,
     to: &mpsc::Sender<Result<Told, Failure>>,
     told: Result<Told, Failure>,
 ) -> bool {
     match to.try_send(told) {
         Ok(()) => true,
         Err(mpsc::error::TrySendError::Closed(_)) => false,
-        Err(mpsc::error::TrySendError::Full(told)) => {
-            let sent = host.runtime.block_on(tokio::time::timeout(STALLED, to.send(told)));
-            matches!(sent, Ok(Ok(())))
-        }
+        Err(mpsc::error::TrySendError::Full(told)) => host.runtime.block_on(async {
+            tokio::select! {
+                sent = to.send(told) => sent.is_ok(),
+                _ = slot.wait_for(STALLED, |inner| is_removed(&inner.session)) => false,
+            }
+        }),
     }
 }
 
 impl Host {
     /// What the layers of a head show, to be read by descriptor.
     pub(in crate::agent) fn shown_by(&self, head: &Head) -> crate::upper::Result<Lowers> {
-        let layers = head.0.iter().map(|layer| Ok(Dir::open(&self.layers.ensure_tree(*layer)?)?));
+        let stop = || self.stopping();
+        let tree = |layer: &Digest| Ok(Dir::open(&self.layers.ensure_tree(*layer, &stop)?)?);
+        let layers = head.0.iter().map(tree);
         Ok(Lowers::new(layers.collect::<crate::upper::Result<_>>()?))
     }
 }

@@ -121,12 +121,16 @@ impl Agent {
 /// Refuses while a session of it holds bytes on this host, or may still write some.
 fn unused(host: &Host, id: &WorkspaceId) -> Result<(), Failure> {
     let slots = host.slots_of(id).into_iter().map(|slot| slot.session());
-    let left: Vec<_> = slots.filter(|s| s.state != State::Closed).collect();
+    let left = slots.filter(|s| s.state != State::Closed);
+    let left = left.map(|s| format!("{} ({})", s.id, s.state));
+    // Nobody knows what such a one wrote.
+    let unbelieved = host.unbelieved_of(id)?.into_iter();
+    let unbelieved = unbelieved.map(|bad| format!("{} (its record does not verify)", bad.id));
+    let left: Vec<_> = left.chain(unbelieved).collect();
     if left.is_empty() {
         return Ok(());
     }
-    let named = left.iter().take(5).map(|s| format!("{} ({})", s.id, s.state));
-    let named = named.collect::<Vec<_>>().join(", ");
+    let named = left[..left.len().min(5)].join(", ");
     let more = if left.len() > 5 { format!(" and {} more", left.len() - 5) } else { String::new() };
     let why = format!(
         "workspace {id} has sessions or preserved deltas on this host: {named}{more}. Close them \

@@ -53,6 +53,18 @@ impl Host {
         items: &mut Vec<GcItem>,
     ) -> Result<(), Failure> {
         let _keeping = self.keeping();
+        // Nobody knows on what such a session was mounted.
+        let unbelieved = self.unbelieved()?;
+        let barred = match (unbelieved.first(), self.tripped()) {
+            (Some(bad), _) => Some(format!(
+                "the record of session {} does not verify, and it might need any layer",
+                bad.id
+            )),
+            (None, Some(_)) => {
+                Some("the breaker is open; `overfence breaker show` says why".to_owned())
+            }
+            (None, None) => None,
+        };
         let pins = self.authority.pins().map_err(unavailable)?;
         let mut here = self.needed_here();
         for known in self.layers.equivalences() {
@@ -61,7 +73,7 @@ impl Host {
             if known.run.last().is_some_and(needed) {
                 let why = format!("{} layers of a deep head, which it equals,", known.run.len());
                 here.entry(known.layer).or_insert(why);
-            } else if !dry_run {
+            } else if !dry_run && unbelieved.is_empty() {
                 self.layers.forget_equivalence(&known).map_err(internal)?;
             }
         }
@@ -81,10 +93,10 @@ impl Host {
             }
         }
         let unneeded = "nothing needs it";
-        if dry_run || self.tripped().is_some() {
-            let (verdict, why) = match dry_run {
-                true => ("remove", unneeded),
-                false => ("keep", "the breaker is open; `overfence breaker show` says why"),
+        if dry_run || barred.is_some() {
+            let (verdict, why) = match &barred {
+                Some(why) => ("keep", why.as_str()),
+                None => ("remove", unneeded),
             };
             items.extend(going.into_iter().map(|layer| told(layer, verdict, why, size(layer))));
             return Ok(());

@@ -12,6 +12,7 @@ mod ledger;
 mod preserved;
 mod seed;
 mod sessions;
+mod unbelieved;
 mod workspaces;
 
 pub use delta::Told;
@@ -31,7 +32,7 @@ use crate::model::code::Code;
 use crate::model::ids::{SessionId, WorkspaceId};
 use crate::model::journal::Entry;
 use crate::model::view::{EvidenceReport, PathText, RestoredChain, SpaceView, StatusView};
-use crate::upper::remove;
+use crate::upper::{bundle, remove};
 
 /// How long a request waits for what it set in motion, unless it says otherwise.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -53,7 +54,8 @@ pub enum Sign {
 /// answers does not hang on it.
 fn drop_scratch(path: &Path) {
     let may = failpoint::fails("agent.scratch.before").map_err(text);
-    let dropped = may.and_then(|()| remove::remove_scratch(path).map_err(text));
+    let take = || bundle::sweep_noted(path).and_then(|()| remove::remove_scratch(path));
+    let dropped = may.and_then(|()| take().map_err(text));
     failpoint::hit("agent.scratch.after");
     if let Err(why) = dropped {
         tracing::warn!("{} stays until the next start: {why}", path.display());

@@ -43,12 +43,11 @@ impl Agent {
                     State::Fencing | State::Fenced | State::Preserved | State::Quarantined
                 )
             };
-            Ok(host
-                .slots()
-                .iter()
-                .filter(|slot| stopped(slot))
-                .map(|slot| host.preserved_view(slot))
-                .collect())
+            let slots = host.slots();
+            let known = slots.iter().filter(|slot| stopped(slot));
+            let mut all: Vec<_> = known.map(|slot| host.preserved_view(slot)).collect();
+            all.extend(host.unbelieved_views()?);
+            Ok(all)
         })
         .await
     }
@@ -407,6 +406,10 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
             items.push(item("session", &s.id.to_string(), verdict, why, shown.bytes));
         }
     }
+    items.extend(host.unbelieved_views()?.into_iter().map(|shown| {
+        let why = format!("{}; {}", shown.reason, shown.next);
+        item("session", &shown.session, "keep", why, shown.bytes)
+    }));
     host.gc_layers(actor, dry_run, &mut items)?;
     orphans(host, &mut items)?;
     loops(host, dry_run, &mut items)?;
@@ -423,6 +426,10 @@ fn gc(host: &Arc<Host>, actor: &str, dry_run: bool) -> Result<GcReport, Failure>
             // What cannot go keeps nothing else from going.
             (true, false) => match remove::finish_removal(&host.paths.trash, &name) {
                 Ok(_) => ("removed", decided),
+                // As this agent's start goes on with what a crash cut off.
+                Err(fault @ crate::upper::Error::Removing { .. }) => {
+                    ("remove", crate::agent::effects::text(fault))
+                }
                 Err(fault) => ("failed", crate::agent::effects::text(fault)),
             },
         };

@@ -279,7 +279,7 @@ fn fit(
                 return Err(Failure::new(Code::BundleInvalid, why));
             }
         };
-        let own = host.layers.ensure_tree(*own).map_err(missing)?;
+        let own = host.layers.ensure_tree(*own, stop).map_err(missing)?;
         let own = Dir::open(&own).map_err(internal)?;
         rebase::hide_given_up(upper.as_fd(), &own, stop).map_err(of_upper)?;
     }

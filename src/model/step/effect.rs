@@ -146,6 +146,8 @@ impl Effect {
     pub const PACK: &str = "pack";
     /// The name of [`Effect::Resolve`].
     pub const RESOLVE: &str = "resolve";
+    /// What a removal waits for, before it begins: that nobody reads the upper any more.
+    pub const READERS: &str = "wait_for_readers";
 
     /// All names, for the test that each effect can be crashed at.
     pub const NAMES: &[&str] = &[

@@ -69,8 +69,10 @@ pub(super) fn on_failed(s: &mut Session, what: &str, why: &str) -> Step {
     }
     match s.state {
         State::Deleting => {
-            // Waiting for the kernel or for somebody's copy of the mount to go is no failure of ours.
-            if what != Effect::ProveGone.name() && what != Effect::Kill.name() {
+            // Waiting for the kernel, for somebody's copy of the mount to go, or for whoever reads the
+            // upper, is no failure of ours.
+            let waits = [Effect::ProveGone.name(), Effect::Kill.name(), Effect::READERS];
+            if !waits.contains(&what) {
                 s.tries += 1;
             }
             if s.tries >= MAX_TRIES {

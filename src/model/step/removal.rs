@@ -115,9 +115,11 @@ pub(super) fn on_kept(s: &mut Session, until_ms: u64) -> Step {
     }
 }
 
-/// Only time that a sweep witnessed counts towards the end of grace.
+/// Only time that a sweep witnessed counts towards the end of grace; and none while a publication is
+/// UNKNOWN, when no end of grace is near that could be announced.
 pub(super) fn on_witnessed(s: &mut Session, add_ms: u64, may_delete: bool) -> Step {
     match s.state {
+        State::Preserved if !s.unknown.is_empty() => Step::quiet([]),
         State::Preserved => {
             s.witnessed = s.witnessed.saturating_add(Duration::from_millis(add_ms));
             if may_delete && s.grace_is_over(Duration::ZERO) {

@@ -511,6 +511,18 @@ fn a_removal_that_fails_for_good_is_quarantined() {
 }
 
 #[test]
+fn a_removal_that_waits_is_no_removal_that_fails() {
+    for what in ["kill", "prove_gone", "wait_for_readers"] {
+        let mut s = session(State::Deleting);
+        for _ in 0..3 * MAX_TRIES {
+            then(&mut s, failed(what), State::Deleting, &[]);
+        }
+        assert_eq!(s.tries, 0, "{what}");
+        assert!(s.trouble.as_ref().is_some_and(|why| why.starts_with(what)), "it is shown");
+    }
+}
+
+#[test]
 fn grace_counts_witnessed_time_and_waits_for_keep_and_unknown() {
     let mut s = preserved();
     s.policy.grace = std::time::Duration::from_millis(5);
@@ -519,7 +531,11 @@ fn grace_counts_witnessed_time_and_waits_for_keep_and_unknown() {
     then(&mut s, Event::Kept { until_ms: 12, by: "op".into() }, State::Preserved, &[]);
     then(&mut s, sweep(true), State::Preserved, &[]);
     s.unknown.insert(key(1), layer(1));
-    then(&mut s, sweep(true), State::Preserved, &[]);
+    for _ in 0..3 {
+        then(&mut s, sweep(true), State::Preserved, &[]);
+    }
+    // Of the time meanwhile nothing counted: whoever resolves it finds what was left of grace.
+    assert_eq!(s.witnessed.as_millis(), 10);
     s.unknown.clear();
     then(&mut s, sweep(true), State::Deleting, &[Effect::Kill]);
     assert_eq!(s.disposition, Some(Disposition::Grace));

@@ -15,13 +15,11 @@ use serde::Serialize;
 
 use super::super::blob::{check_entries, read_blob};
 use super::super::store::{LayerInfo, LayerStore, create, write_durable};
-use super::super::{At as _, Error, Result, Shown, Stop, Stoppable, remove, sync_dir, unique_name};
+use super::super::{At as _, Error, Result, Shown, Stop, Stoppable, sync_dir};
+use super::partial::Partial;
 use super::{Bundle, ENTRIES, MAX_JSON, PROVENANCE, Provenance, SIZE, inspect, sha256};
 use crate::failpoint;
 use crate::model::head::Digest;
-
-/// How the name of one begins that is not whole yet.
-const PARTIAL: &str = ".overfence-bundle-";
 
 /// Who may read a bundle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,41 +63,24 @@ pub fn export(
         Some(above) if !above.as_os_str().is_empty() => above,
         _ => Path::new("."),
     };
-    let partial = unique_name(above, PARTIAL)?;
-    failpoint::fails("upper.bundle.before").at("make", &partial)?;
-    std::fs::DirBuilder::new().mode(readers.dirs()).create(&partial).at("make", &partial)?;
-    let copied = write(store, &info, provenance, &partial, readers, stop);
+    let partial = Partial::make(store, above, readers.dirs())?;
+    let copied = write(store, &info, provenance, &partial.path, readers, stop);
     let written =
         copied.map_err(|error| if stop.over() { Error::Stopped } else { error }).and_then(|()| {
             failpoint::fails("upper.bundle.rename.before").at("rename into place", dest)?;
-            match rustix::fs::renameat_with(CWD, &partial, CWD, dest, RenameFlags::NOREPLACE) {
+            match rustix::fs::renameat_with(CWD, &partial.path, CWD, dest, RenameFlags::NOREPLACE) {
                 Err(Errno::EXIST) => Err(Error::Exists { path: Shown::from(dest) }),
                 answer => answer.at("rename into place", dest),
             }
         });
     if let Err(error) = written {
-        // The first error is the one to tell.
-        let _ = remove::remove_tree(&partial);
+        partial.give_up();
         return Err(error);
     }
+    partial.forget();
     sync_dir(above)?;
     failpoint::hit("upper.bundle.after");
     inspect(dest)
-}
-
-/// Takes away what a crash inside [`export`] left in a directory of bundles.
-pub fn sweep(bundles: &Path) -> Result<()> {
-    let entries = match std::fs::read_dir(bundles) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        answer => answer.at("list", bundles)?,
-    };
-    for entry in entries {
-        let entry = entry.at("list", bundles)?;
-        if entry.file_name().as_encoded_bytes().starts_with(PARTIAL.as_bytes()) {
-            remove::remove_tree(&entry.path())?;
-        }
-    }
-    Ok(())
 }
 
 /// [`Error::Exists`] if something has this name: a bundle never takes a place that is taken.

@@ -7,8 +7,8 @@
 #   rootfs-<digest>.tar      a minimal Debian of the host's release
 #   <digest>/vmlinux         an uncompressed kernel, disk.img, the root file system with its modules,
 #            version         and the kernel's version
-#   run.XXXXXX/              one run's files, locked by it and its guest; removed at its end, or by a later
-#                            run if it was killed
+#   run.XXXXXX/              one run's files, locked by it and its guest; removed at its end, or a day
+#                            later by another run if it was killed
 #
 # A digest covers every input: the recipe, the sources, the kernel package's version.
 
@@ -87,9 +87,9 @@ prepare_image() {
     exec 9>&-
 }
 
-# Removes the files of runs that were killed. One that has just begun may not hold its lock yet.
+# Removes the files of runs that were killed, after a day: one that has just begun may not hold its lock yet.
 clear_killed() {
-    find "$cache" -mindepth 1 -maxdepth 1 -name 'run.*' -mmin +1 -exec flock --nonblock {} rm -rf {} \;
+    find "$cache" -mindepth 1 -maxdepth 1 -name 'run.*' -mtime +0 -exec flock --nonblock {} rm -rf {} \;
 }
 
 digest_of() { sha256sum | cut -c1-20; }

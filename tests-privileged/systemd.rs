@@ -1,6 +1,7 @@
 //! overfence as systemd units, on a host that systemd-nspawn boots: what restarts, is upgraded,
 //! stopped or hangs beside the sessions, and what the sessions notice of it, which is nothing.
 
+mod apart;
 mod external;
 pub mod machine;
 
@@ -21,6 +22,7 @@ const SESSIONS: &str = "overfence-sessions.service";
 pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "the_units_start_and_a_command_runs", run: starts },
+        Test { name: "an_agent_with_mounts_of_its_own_is_named", run: apart::named },
         Test { name: "i8_ready_comes_after_every_stale_freeze", run: ready_after_freeze },
         Test { name: "i8_restart_and_upgrade_disturb_no_session", run: undisturbed },
         Test { name: "stop_leaves_sessions_and_the_socket_starts_the_agent", run: stopped },

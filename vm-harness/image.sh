@@ -103,7 +103,8 @@ make_rootfs() {
         touch "$rootfs"
         return 0
     fi
-    # Without manuals: under emulation the disk is not free.
+    # Without manuals: under emulation the disk is not free. Without our locks: its shell knows no descriptor
+    # above 9.
     mmdebstrap --quiet --variant=minbase --include="$rootfs_packages" --format=tar \
         --dpkgopt='force-unsafe-io' --dpkgopt='path-exclude=/usr/share/doc/*' \
         --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
@@ -111,7 +112,7 @@ make_rootfs() {
         --customize-hook='chroot "$1" systemctl --quiet enable overfence-vm.service' \
         --customize-hook="chroot \"\$1\" systemctl --quiet mask ${masked_units[*]}" \
         --customize-hook='printf "/dev/nvme0n1 / ext4 defaults 0 0\n" >"$1/etc/fstab"; printf "guest\n" >"$1/etc/hostname"' \
-        "$1" "$work/rootfs.tar" "$(cat "$sources")" >"$work/mmdebstrap.log" 2>&1 || {
+        "$1" "$work/rootfs.tar" "$(cat "$sources")" >"$work/mmdebstrap.log" 2>&1 8<&- 9>&- || {
         cat "$work/mmdebstrap.log" >&2
         die "mmdebstrap could not make the guest's root"
     }

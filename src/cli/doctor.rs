@@ -60,7 +60,7 @@ fn agents_mounts(context: &Context, config: &Config) -> Option<Mounts> {
     let client = context.client_of(config).ok()?.within(PATIENCE).ok()?;
     let status: StatusView = client.get("/v1/status").ok()?;
     let told = !status.mount_namespace.is_empty();
-    told.then(|| Mounts { name: status.mount_namespace, trouble: status.mount_trouble })
+    told.then_some(Mounts { name: status.mount_namespace, trouble: status.mount_trouble })
 }
 
 /// Whether a command can be confined here.

@@ -41,7 +41,16 @@ need_kernel() {
 }
 
 installed() {
-    [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
+    [ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ] || elsewhere "$1"
+}
+
+# Docker's own packages bring these programs, and conflict with the distribution's.
+elsewhere() {
+    case $1 in
+    docker.io) command -v dockerd >/dev/null ;;
+    containerd | runc) command -v "$1" >/dev/null ;;
+    *) false ;;
+    esac
 }
 
 need_packages() {

@@ -17,6 +17,7 @@ use engine::{Engine, Flag, flags, flags_for, report, unified};
 pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "the_documented_container_is_a_host", run: is_a_host },
+        Test { name: "a_container_without_keeper_or_agent_ends", run: half_a_host },
         Test { name: "doctor_names_each_flag_that_is_left_out", run: left_out },
         Test { name: "an_engines_container_is_fenced_like_a_command", run: as_a_writer },
         Test { name: "a_hybrid_host_gives_a_part_of_the_hierarchy", run: hybrid },
@@ -116,6 +117,29 @@ fn is_a_host(place: &Place) {
     }
     assert_eq!(tell(&["evidence", "verify"])["ok"], true);
     engine.must(&["rm", "--force", "--time=0", "host"]);
+}
+
+/// One that ran on without a keeper would hold its deadlines by the agent alone, and nobody would know.
+fn half_a_host(place: &Place) {
+    let place = unified(place);
+    let engine = Engine::new(&place).with_image(&place);
+    for part in ["keeper", "agent"] {
+        must(&mut engine.documented(&["--detach", "--name=host"], &[]));
+        until("the agent answers", || {
+            let ask = ["exec", "host", "overfence", "status"];
+            engine.command(&ask).output().unwrap().status.success()
+        });
+        // The image has no pgrep.
+        let find = format!(
+            "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -qx 'overfence {part} ' && \
+             kill -KILL ${{p#/proc/}}; done; :"
+        );
+        engine.must(&["exec", "host", "sh", "-c", &find]);
+        let state = ["inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", "host"];
+        until("the container ends", || engine.must(&state).starts_with("exited "));
+        assert_eq!(engine.must(&state), "exited 1", "without its {part}");
+        engine.must(&["rm", "host"]);
+    }
 }
 
 /// Whether a feature is there, and the details.

@@ -14,6 +14,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "make_install_stays_below_destdir_and_names_its_prefix", run: below_destdir },
         Test { name: "the_deb_installs_and_the_demo_passes_with_no_edit", run: installs },
         Test { name: "removal_is_refused_with_live_sessions_unless_told", run: removes },
+        Test { name: "removal_is_refused_for_who_came_as_it_began", run: came_meanwhile },
         Test { name: "i4_purge_keeps_and_names_what_may_be_somebodys_data", run: purges },
     ]
 }
@@ -196,6 +197,29 @@ fn removes(place: &Place) {
     assert_eq!(kept[0]["session"], id, "{kept:#}");
     machine.tell(&["preserved", "discard", &id, "--yes"]);
     machine.must(&["dpkg", "--remove", "overfence"]);
+}
+
+/// A session that is opened between the list and the end of the agent: here, as the agent is stopped.
+fn came_meanwhile(place: &Place) {
+    let machine = machine(place);
+    install(&machine);
+    let opens = "[Service]\nExecStop=/usr/bin/overfence session open -w late --create --ttl 10m\n";
+    machine::drop_in(&machine.root, AGENT, opens);
+    machine.must(&["systemctl", "daemon-reload"]);
+    let refused = machine.run(&["dpkg", "--remove", "overfence"]);
+    let said = text(&refused);
+    assert!(!refused.status.success() && said.contains("were opened meanwhile"), "{said}");
+    let installed = machine.must(&["dpkg-query", "-W", "-f", "${db:Status-Status}", "overfence"]);
+    assert_eq!(installed, "installed");
+    for unit in [AGENT, KEEPER, SOCKET] {
+        machine.until_unit(unit, "ActiveState", |state| state == "active");
+    }
+    let all = machine.tell(&["session", "list"]);
+    let id = all[0]["id"].as_str().unwrap();
+    assert!(said.contains(&format!("sessions/{id}/merged")), "{said}");
+    let view = machine.until(id, |view| view["state"] == "ACTIVE");
+    assert_eq!((&view["workspace"], &view["generation"]), (&"late".into(), &1.into()), "{view:#}");
+    machine.must(&["env", "OVERFENCE_REMOVE=drain", "dpkg", "--purge", "overfence"]);
 }
 
 fn purges(place: &Place) {

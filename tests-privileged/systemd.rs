@@ -1,6 +1,7 @@
 //! overfence as systemd units, on a host that systemd-nspawn boots: what restarts, is upgraded,
 //! stopped or hangs beside the sessions, and what the sessions notice of it, which is nothing.
 
+mod apart;
 mod external;
 pub mod machine;
 
@@ -21,6 +22,7 @@ const SESSIONS: &str = "overfence-sessions.service";
 pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "the_units_start_and_a_command_runs", run: starts },
+        Test { name: "an_agent_with_mounts_of_its_own_is_named", run: apart::named },
         Test { name: "i8_ready_comes_after_every_stale_freeze", run: ready_after_freeze },
         Test { name: "i8_restart_and_upgrade_disturb_no_session", run: undisturbed },
         Test { name: "stop_leaves_sessions_and_the_socket_starts_the_agent", run: stopped },
@@ -98,15 +100,19 @@ impl Three {
         self.log.with_file_name("bye").exists()
     }
 
-    /// Directory and processes of each cgroup: neither may change.
+    /// Directory and processes of each cgroup, and how often those of the frozen one ever stopped to
+    /// run: none of it may change. One that was thawed for a moment, and writes in vain, stopped once more.
     fn places(&self, machine: &Machine) -> Vec<(u64, String)> {
         [&self.running, &self.frozen, &self.empty]
             .map(|id| {
                 let dir = machine.cgroup_of(id);
                 let procs = fs::read_to_string(dir.join("cgroup.procs")).unwrap();
-                // The shell's `sleep` comes and goes.
-                let first = procs.lines().next().unwrap_or_default().to_owned();
-                (fs::metadata(&dir).unwrap().ino(), first)
+                let seen = match id == &self.frozen {
+                    true => procs.lines().map(|pid| format!("{pid}: {} ", stops(pid))).collect(),
+                    // The shell's `sleep` comes and goes.
+                    false => procs.lines().next().unwrap_or_default().to_owned(),
+                };
+                (fs::metadata(&dir).unwrap().ino(), seen)
             })
             .to_vec()
     }
@@ -125,6 +131,13 @@ impl Three {
             assert!(view["doubt"].is_null(), "after {after}: {view:#}");
         }
     }
+}
+
+/// How often a process gave its processor away.
+fn stops(pid: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let switches = status.lines().filter(|line| line.contains("ctxt_switches:"));
+    switches.map(|line| line.split_whitespace().last().unwrap().parse::<u64>().unwrap()).sum()
 }
 
 fn grows(path: &Path) -> bool {
@@ -294,6 +307,15 @@ fn undisturbed(place: &Place) {
         let events = entries.iter().filter_map(|e| e["detail"]["event"]["event"].as_str());
         assert_eq!(events.collect::<Vec<_>>(), ["opened"], "{entries:#?}");
     }
+    // It would have been seen if the frozen one had run for a moment.
+    let before = three.places(&machine);
+    fs::write(machine.cgroup_of(&three.frozen).join("cgroup.freeze"), "0").unwrap();
+    let begun = Instant::now();
+    while three.places(&machine)[1] == before[1] {
+        assert!(begun.elapsed() < paced(Duration::from_secs(10)), "thawed, and nothing shows it");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    machine.until(&three.frozen, |v| v["state"] == "PRESERVED" && has(v, "frozen"));
     machine.tell(&["session", "close", &three.running, "--checkpoint"]);
     assert_eq!(machine.tell(&["workspace", "status", "running"])["version"], 1);
     machine.tell(&["preserved", "discard", &three.frozen, "--yes"]);

@@ -7,7 +7,8 @@
 #   rootfs-<digest>.tar      a minimal Debian of the host's release
 #   <digest>/vmlinux         an uncompressed kernel, disk.img, the root file system with its modules,
 #            version         and the kernel's version
-#   run.XXXXXX/              one run's files, removed at its end
+#   run.XXXXXX/              one run's files, locked by it and its guest; removed at its end, or a day
+#                            later by another run if it was killed
 #
 # A digest covers every input: the recipe, the sources, the kernel package's version.
 
@@ -64,9 +65,11 @@ prepare_image() {
     6.12) sources=$(sources_of trixie) ;;
     newest) sources=$(sources_of trixie-backports) ;;
     esac
-    private_apt "$sources" apt-get -qq update >&2 || die "apt-get update failed for $(cat "$sources")"
-    packages=$(kernel_packages "$sources")
-    [ -n "$packages" ] || die "there is no cloud kernel in $(cat "$sources")"
+    # What is cached needs no network.
+    private_apt "$sources" apt-get -qq update >&2 ||
+        say "apt-get update failed for $(cat "$sources"): going on with the lists that are there"
+    packages=$(kernel_packages "$sources") || packages=
+    [ -n "$packages" ] || die "apt knows no cloud kernel in $(cat "$sources"): look at its messages above"
     # shellcheck disable=SC2086 # one word a package
     versions=$(private_apt "$sources" apt-cache show --no-all-versions $packages | grep -E '^(Package|Version|SHA256):')
     kernel_version=$(sed -n '1s/linux-[a-z]*-\(.*\)/\1/p' <<<"$packages")
@@ -80,7 +83,13 @@ prepare_image() {
     touch "$image" "$image/version"
     # What nobody used for a month was made of older packages.
     find "$cache" -mindepth 1 -maxdepth 1 ! -name apt ! -name lock ! -name 'run.*' -mtime +30 -exec rm -rf {} +
+    clear_killed
     exec 9>&-
+}
+
+# Removes the files of runs that were killed, after a day: one that has just begun may not hold its lock yet.
+clear_killed() {
+    find "$cache" -mindepth 1 -maxdepth 1 -name 'run.*' -mtime +0 -exec flock --nonblock {} rm -rf {} \;
 }
 
 digest_of() { sha256sum | cut -c1-20; }
@@ -94,7 +103,8 @@ make_rootfs() {
         touch "$rootfs"
         return 0
     fi
-    # Without manuals: under emulation the disk is not free.
+    # Without manuals: under emulation the disk is not free. Without our locks: its shell knows no descriptor
+    # above 9.
     mmdebstrap --quiet --variant=minbase --include="$rootfs_packages" --format=tar \
         --dpkgopt='force-unsafe-io' --dpkgopt='path-exclude=/usr/share/doc/*' \
         --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
@@ -102,7 +112,7 @@ make_rootfs() {
         --customize-hook='chroot "$1" systemctl --quiet enable overfence-vm.service' \
         --customize-hook="chroot \"\$1\" systemctl --quiet mask ${masked_units[*]}" \
         --customize-hook='printf "/dev/nvme0n1 / ext4 defaults 0 0\n" >"$1/etc/fstab"; printf "guest\n" >"$1/etc/hostname"' \
-        "$1" "$work/rootfs.tar" "$(cat "$sources")" >"$work/mmdebstrap.log" 2>&1 || {
+        "$1" "$work/rootfs.tar" "$(cat "$sources")" >"$work/mmdebstrap.log" 2>&1 8<&- 9>&- || {
         cat "$work/mmdebstrap.log" >&2
         die "mmdebstrap could not make the guest's root"
     }

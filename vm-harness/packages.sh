@@ -4,8 +4,9 @@
 need_packages() {
     local missing=() package
     command -v apt-get >/dev/null || die "not a Debian host: image and kernel come from its apt sources"
-    # clang: the guest's binary has the lease gate.
-    for package in clang qemu-system-x86 mmdebstrap e2fsprogs xz-utils zstd lz4 binutils; do
+    # To build (clang: the guest's binary has the lease gate), to pack, to boot.
+    for package in gcc libc6-dev clang binutils dpkg-dev e2fsprogs \
+        qemu-system-x86 mmdebstrap xz-utils zstd lz4; do
         [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] ||
             missing+=("$package")
     done

@@ -35,14 +35,14 @@ cut_power_often() {
 
 # Waits until the guest is at work, and for the moment, and kills it.
 cut_power() {
-    local promises=1 moment=$at begun=$SECONDS
+    local promises=1 moment=$at
     if [ -z "$moment" ]; then
         promises=$((1 + RANDOM % latest_cut))
         moment=0.$((RANDOM % 10))
     fi
     until [ "$(promised)" -ge "$promises" ]; do
         # Its look was not pleased, or it never came so far: its answer says.
-        if ! alive || [ $((SECONDS - begun)) -ge "$deadline" ]; then
+        if ! alive || [ $((SECONDS - powered_on)) -ge "$deadline" ]; then
             await_guest || return
             die "the guest ended before its power was cut"
         fi

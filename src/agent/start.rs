@@ -140,6 +140,10 @@ fn prepare(
         }
         answer => answer?,
     }
+    // Sessions that run go on all the same, and their leases are enforced.
+    if let Some(why) = ns::mounts().trouble {
+        tracing::error!("{why}");
+    }
     // Before any session is mounted, so that the cell never holds one.
     ns::make_cell(&paths.cell, &paths.sessions)?;
     let parts = Parts {

@@ -27,10 +27,16 @@ impl Context {
     /// The agent. Its socket is the flag's, the environment's or the configured one; a broken
     /// configuration does not keep an operator from fencing.
     pub(super) fn client(&self) -> Result<Client, Failure> {
-        let socket = match &self.common.socket {
-            Some(socket) => socket.clone(),
-            None => self.configured_socket(),
-        };
+        self.client_or(|| self.configured_socket())
+    }
+
+    /// The agent of a configuration, if no flag and no variable names another socket.
+    pub(super) fn client_of(&self, config: &Config) -> Result<Client, Failure> {
+        self.client_or(|| config.socket.clone())
+    }
+
+    fn client_or(&self, socket: impl FnOnce() -> PathBuf) -> Result<Client, Failure> {
+        let socket = self.common.socket.clone().unwrap_or_else(socket);
         Client::new(&socket, self.common.timeout)
     }
 

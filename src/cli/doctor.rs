@@ -1,6 +1,7 @@
 //! `overfence doctor`
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
@@ -11,6 +12,8 @@ use crate::agent::failure::Failure;
 use crate::config::Config;
 use crate::kernel::cgroup;
 use crate::kernel::doctor::{self, Answer};
+use crate::kernel::ns::Mounts;
+use crate::model::view::StatusView;
 use crate::store::reserve;
 use crate::workload;
 
@@ -21,6 +24,9 @@ pub struct Doctor {
     #[arg(long, value_name = "F", env = "OVERFENCE_CONFIG", hide_env_values = true)]
     config: Option<PathBuf>,
 }
+
+/// How long the agent is waited for: the kernel is asked without it, too.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What the walls stand on.
 const BELOW_WALLS: [&str; 4] = ["capabilities", "cgroup-freeze", "state-directory", "bubblewrap"];
@@ -35,6 +41,7 @@ pub(super) fn main(context: &Context, wish: Doctor) -> Result<u8, Failure> {
     let parent = root.join(config.cgroup.clone().unwrap_or_default());
     let (state, parent) = (standing(&config.state_dir), standing(&parent));
     let mut answers = doctor::ask(state, parent);
+    answers.push(doctor::mount_namespace(agents_mounts(context, &config).as_ref()));
     // Of walls that cannot stand for what is missing already, nothing is to be learned.
     let bare = |answer: &Answer| BELOW_WALLS.contains(&answer.feature) && !answer.ok;
     if !answers.iter().any(bare) {
@@ -46,6 +53,14 @@ pub(super) fn main(context: &Context, wish: Doctor) -> Result<u8, Failure> {
     let report = Report::of(answers);
     context.show(&report, table)?;
     Ok(u8::from(!report.ok))
+}
+
+/// The mount namespace of the agent; `None` if none answers, or one that does not know the question.
+fn agents_mounts(context: &Context, config: &Config) -> Option<Mounts> {
+    let client = context.client_of(config).ok()?.within(PATIENCE).ok()?;
+    let status: StatusView = client.get("/v1/status").ok()?;
+    let told = !status.mount_namespace.is_empty();
+    told.then_some(Mounts { name: status.mount_namespace, trouble: status.mount_trouble })
 }
 
 /// Whether a command can be confined here.

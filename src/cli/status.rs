@@ -17,6 +17,7 @@ pub(super) fn main(context: &Context) -> Result<(), Failure> {
             ("breaker", status.breaker.as_ref().map(|why| format!("open: {why}"))),
             ("authority", Some(status.authority.clone())),
             ("trouble", status.authority_trouble.clone()),
+            ("mounts", status.mount_trouble.clone()),
             ("sessions", Some(table::or_dash(Some(table::joined(sessions))))),
             ("preserved", Some(table::bytes(status.preserved_bytes))),
             ("room", Some(room(&status.space))),

@@ -41,7 +41,6 @@ pub fn ask(state: &Path, cgroups: &Path) -> Vec<Answer> {
     report.fact("kernel", true, Ok(kernel()));
     report.fact("capabilities", true, capabilities());
     report.fact("real-time", false, real_time());
-    report.fact("mount-namespace", false, host_namespace());
     report.fact("cgroup2", true, told(cgroup2()));
     report.fact("nsdelegate", false, told(nsdelegate()));
     report.fact("cgroup-freeze", true, told(freezer(cgroups)));
@@ -208,14 +207,25 @@ fn real_time() -> Seen {
     }
 }
 
-fn host_namespace() -> Seen {
-    let link = |path: &str| std::fs::read_link(path).map_err(|e| format!("{path}: {e}"));
-    if link("/proc/self/ns/mnt")? == link("/proc/1/ns/mnt")? {
-        Ok("mounts are made where pid 1 sees them".to_owned())
-    } else {
-        Err("not pid 1's mount namespace: sessions opened here are invisible to the host; look \
-             for PrivateTmp=, ProtectSystem= and the like in the unit"
-            .to_owned())
+/// Whether sessions are mounted where pid 1 sees them: by the agent, if one answered (its own namespace
+/// counts, not that of whoever asks), else by one that is started here.
+pub fn mount_namespace(agent: Option<&ns::Mounts>) -> Answer {
+    judged(agent, &ns::mounts())
+}
+
+fn judged(agent: Option<&ns::Mounts>, here: &ns::Mounts) -> Answer {
+    let feature = "mount-namespace";
+    let (who, mounts, needed) = match agent {
+        // Whoever asks from inside the same namespace sees its sessions, if not from the host.
+        Some(agent) => ("the agent: ", agent, agent.name != here.name),
+        None => ("", here, false),
+    };
+    match &mounts.trouble {
+        None => {
+            let detail = format!("{who}mounts are made where pid 1 sees them");
+            Answer { feature, needed, ok: true, detail }
+        }
+        Some(why) => Answer { feature, needed, ok: false, detail: format!("{who}{why}") },
     }
 }
 
@@ -427,5 +437,30 @@ impl Scratch {
             overlay::unmount(&mount.point)?;
         }
         gone::remove_tree(&self.parent, self.name.as_ref())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_agents_mounts_count_and_not_those_of_who_asks() {
+        let mounts = |name: &str, why: Option<&str>| ns::Mounts {
+            name: name.to_owned(),
+            trouble: why.map(str::to_owned),
+        };
+        let (host, apart) = (mounts("mnt:[1]", None), mounts("mnt:[2]", Some("apart")));
+        let other = mounts("mnt:[3]", Some("apart"));
+        let seen = |agent: Option<&ns::Mounts>, here| {
+            let Answer { needed, ok, detail, .. } = judged(agent, here);
+            (needed && !ok, ok, detail.starts_with("the agent: "))
+        };
+        assert_eq!(seen(Some(&apart), &host), (true, false, true), "hidden from the host");
+        assert_eq!(seen(Some(&apart), &other), (true, false, true), "hidden from everybody");
+        assert_eq!(seen(Some(&host), &apart), (false, true, true), "who asks is apart");
+        assert_eq!(seen(Some(&apart), &apart), (false, false, true), "both are inside");
+        assert_eq!(seen(None, &apart), (false, false, false));
+        assert_eq!(seen(None, &host), (false, true, false));
     }
 }

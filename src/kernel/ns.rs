@@ -21,6 +21,39 @@ use crate::failpoint;
 /// File-system magic of namespace files.
 const NSFS: u64 = 0x6e73_6673;
 
+/// The mount namespace of a process, beside that of pid 1.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mounts {
+    /// As `/proc/PID/ns/mnt` names it; empty if that cannot be read.
+    pub name: String,
+    /// Why pid 1 does not see what is mounted there, or why that is not known; `None` if it does.
+    pub trouble: Option<String>,
+}
+
+/// Where mounts of this process are seen.
+pub fn mounts() -> Mounts {
+    let link = |path: &str| match std::fs::read_link(path) {
+        Ok(name) => Ok(name.display().to_string()),
+        Err(fault) => Err(format!("{path}: {fault}")),
+    };
+    compare(link("/proc/self/ns/mnt"), link("/proc/1/ns/mnt"))
+}
+
+/// The target of a link, or why it cannot be read.
+type Link = std::result::Result<String, String>;
+
+fn compare(own: Link, first: Link) -> Mounts {
+    let trouble = match (&own, &first) {
+        (Err(why), _) | (_, Err(why)) => Some(why.clone()),
+        (Ok(own), Ok(first)) => (own != first).then(|| {
+            "not pid 1's mount namespace: sessions opened there are invisible to the host; look for \
+             PrivateTmp=, ProtectSystem= and the like in the unit"
+                .to_owned()
+        }),
+    };
+    Mounts { name: own.unwrap_or_default(), trouble }
+}
+
 /// Gives the calling thread a mount namespace of its own from which nothing propagates, and its own
 /// root and working directory. It ends with the thread, or when the last descriptor of it closes.
 pub fn unshare_mounts_private() -> Result<()> {
@@ -170,4 +203,30 @@ pub fn join(pidfd: &OwnedFd, user: bool) -> Result<()> {
     }
     rustix::thread::move_into_thread_name_spaces(pidfd.as_fd(), all)
         .at("join", "the session's namespaces")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mounts_are_pid_1s_or_it_is_said_why_not() {
+        type Given = std::result::Result<&'static str, &'static str>;
+        let seen = |own: Given, first: Given| {
+            let owned = |name: Given| name.map(str::to_owned).map_err(str::to_owned);
+            let mounts = compare(owned(own), owned(first));
+            (mounts.name, mounts.trouble.unwrap_or_default())
+        };
+        assert_eq!(seen(Ok("mnt:[1]"), Ok("mnt:[1]")), ("mnt:[1]".into(), String::new()));
+        let (name, trouble) = seen(Ok("mnt:[2]"), Ok("mnt:[1]"));
+        assert!(name == "mnt:[2]" && trouble.contains("PrivateTmp="), "{name}: {trouble}");
+        assert_eq!(seen(Ok("mnt:[2]"), Err("denied")), ("mnt:[2]".into(), "denied".into()));
+        assert_eq!(seen(Err("denied"), Ok("mnt:[1]")), (String::new(), "denied".into()));
+    }
+
+    #[test]
+    fn the_name_is_that_of_the_kernel() {
+        let name = mounts().name;
+        assert!(name.starts_with("mnt:[") && name.ends_with(']'), "{name}");
+    }
 }

@@ -260,7 +260,7 @@ impl Machine {
             if let Some(status) = nspawn.try_wait().unwrap() {
                 break status;
             }
-            if begun.elapsed() > BOOT {
+            if begun.elapsed() > paced(BOOT) {
                 self.nspawn = Some(nspawn);
                 panic!("it does not go down: {}", self.log());
             }

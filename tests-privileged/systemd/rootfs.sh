@@ -15,6 +15,8 @@ cache=${OVERFENCE_NSPAWN_CACHE:-/var/cache/overfence-nspawn}
 packages=systemd,systemd-sysv,dbus,bubblewrap,e2fsprogs,podman,runc
 # The binary is linked against this host's C library, so the same release or a later one.
 suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-stable}")
+# Ubuntu has podman in universe.
+components=main$(. /etc/os-release && [ "${ID:-}" != ubuntu ] || echo ,universe)
 digest=$(printf '%s %s 1' "$suite" "$packages" | sha256sum | cut -c1-16)
 root=$cache/$digest
 
@@ -25,7 +27,7 @@ if [ ! -d "$root" ]; then
     echo "making $root, once: $packages of $suite" >&2
     new=$root.new
     rm -rf "$new"
-    mmdebstrap --quiet --variant=minbase --include="$packages" \
+    mmdebstrap --quiet --variant=minbase --components="$components" --include="$packages" \
         --dpkgopt='force-unsafe-io' \
         --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-exclude=/usr/share/man/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' "$suite" "$new" >&2

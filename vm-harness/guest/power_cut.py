@@ -304,7 +304,7 @@ class Check:
             return found
 
         begun = time.monotonic()
-        while (found := left()) and time.monotonic() - begun < 10:
+        while (found := left()) and time.monotonic() - begun < PATIENCE:
             time.sleep(0.2)
         self.holds("nothing unexplained", not found, found)
         for session in known:

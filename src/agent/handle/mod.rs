@@ -147,6 +147,7 @@ impl Agent {
             Err(failure) => (vec![], Some(failure.to_string())),
         };
         let space = host.store.reserve().space();
+        let mounts = crate::kernel::ns::mounts();
         let shown = host.shown();
         Ok(StatusView {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -161,6 +162,8 @@ impl Agent {
             reconcile: shown.reconcile.clone(),
             state_dir: PathText::of(&host.paths.state),
             cgroup: PathText::of(&host.paths.cgroups),
+            mount_namespace: mounts.name,
+            mount_trouble: mounts.trouble,
             preserved_bytes: shown.preserved_bytes,
             space: SpaceView {
                 free: space.free,

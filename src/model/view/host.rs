@@ -276,6 +276,12 @@ pub struct StatusView {
     pub state_dir: PathText,
     /// Where the sessions' cgroups are.
     pub cgroup: PathText,
+    /// The agent's mount namespace, as `/proc/PID/ns/mnt` names it.
+    #[serde(default)]
+    pub mount_namespace: String,
+    /// Why the host does not see what sessions mount there. Absent if it does.
+    #[serde(default)]
+    pub mount_trouble: Option<String>,
     /// Bytes in preserved deltas at the last sweep.
     pub preserved_bytes: u64,
     /// Room on the file system of the state directory.

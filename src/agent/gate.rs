@@ -14,6 +14,7 @@ use crate::kernel::cgroup::Outcome;
 use crate::kernel::clock;
 use crate::kernel::gate::{self, Entry, Gate, Refusal, Refusals};
 use crate::model::facts::Fact;
+use crate::kernel::overlay;
 use crate::model::journal::Journal;
 use crate::model::session::{Loss, State};
 use crate::model::step::Event;
@@ -243,9 +244,32 @@ impl Host {
     }
 
     /// Whether nothing of a session whose lease is lost can write any more, but for calls that began
-    /// before: the gate is complete, refused a probe, and no mapping passes it.
-    pub(super) fn gate_stops(&self, inner: &Inner) -> bool {
-        self.gate_alone(inner) && inner.session.facts.has(Fact::Gated)
+    /// before: the gate is complete, refused a probe and refuses one now, and no mapping and no loop
+    /// device passes it. `Err`: what speaks against it.
+    pub(super) fn gate_stops(&self, inner: &Inner) -> Result<(), String> {
+        let known = self.gate_alone(inner) && inner.session.facts.has(Fact::Gated);
+        if !known || inner.session.has_loop() {
+            return Err("the gate does not stop all its writes any more".to_owned());
+        }
+        self.gate_refuses(inner)
+    }
+
+    /// Asks the kernel: what is known may be older than what root took away since.
+    fn gate_refuses(&self, inner: &Inner) -> Result<(), String> {
+        let (Some(entry), Some(mounted)) = (&inner.gate, &inner.mounted) else {
+            return Err("the gate is not there any more".to_owned());
+        };
+        // A read-only superblock refuses before the programs do. They have to be there all the same.
+        let read_only = inner.session.facts.has(Fact::ReadOnly)
+            && overlay::is_read_only(&mounted.root).map_err(text)?;
+        let refused = match read_only {
+            true => self.gate.get().is_ok_and(|gate| gate.stands()),
+            false => entry.prove(&mounted.root).map_err(text)?.is_some(),
+        };
+        match refused {
+            true => Ok(()),
+            false => Err("the write probe was not refused by the gate".to_owned()),
+        }
     }
 
     fn gate_alone(&self, inner: &Inner) -> bool {
@@ -276,8 +300,7 @@ impl Host {
         if !inner.session.may_run_on() {
             return Ok(vec![]);
         }
-        if !self.gate_stops(&inner) {
-            let seen = "the gate does not stop all its writes any more".to_owned();
+        if let Err(seen) = self.gate_stops(&inner) {
             return Ok(vec![Event::GateLost { seen }]);
         }
         self.table().remove(slot.id).map_err(text)?;

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -13,8 +14,8 @@ use crate::config::{GateUse, SharedMappings};
 use crate::kernel::cgroup::Outcome;
 use crate::kernel::clock;
 use crate::kernel::gate::{self, Entry, Gate, Refusal, Refusals};
-use crate::model::facts::Fact;
 use crate::kernel::overlay;
+use crate::model::facts::Fact;
 use crate::model::journal::Journal;
 use crate::model::session::{Loss, State};
 use crate::model::step::Event;
@@ -27,6 +28,21 @@ pub(super) struct HostGate {
     gate: Mutex<Result<Arc<Gate>, String>>,
     /// The host can have it: it is put up again should it go.
     wanted: bool,
+    losses: Mutex<Losses>,
+    /// This agent is the one that is told of refusals.
+    told: AtomicBool,
+}
+
+/// What became of the gate's count of refusals that reached nobody.
+#[derive(Debug, Default)]
+struct Losses {
+    /// The maps that `counted` is of.
+    maps: u32,
+    /// What of the count is in the metrics.
+    counted: u64,
+    /// What of that is not in the log yet, and when it was said last.
+    unsaid: u64,
+    said: Option<BootNs>,
 }
 
 impl HostGate {
@@ -41,7 +57,12 @@ impl HostGate {
             Ok(gate) => tracing::warn!("the lease gate misses {}", gate.missing().join(", ")),
             Err(why) => tracing::info!("no lease gate: {why}"),
         }
-        Self { wanted: gate.is_ok(), gate: Mutex::new(gate) }
+        Self {
+            wanted: gate.is_ok(),
+            gate: Mutex::new(gate),
+            losses: Mutex::default(),
+            told: AtomicBool::new(false),
+        }
     }
 
     fn get(&self) -> Result<Arc<Gate>, String> {
@@ -66,7 +87,7 @@ pub struct Refused {
     recorded: Option<BootNs>,
 }
 
-/// A stale writer may go on trying for days: the evidence holds one in this time.
+/// A stale writer may go on trying for days: the evidence holds one in this time, and the log one line.
 const RECORD: Duration = Duration::from_secs(60);
 
 impl Host {
@@ -195,6 +216,8 @@ impl Host {
                     shared_mappings: entry.shared(),
                     refused: refused.map(|(row, n)| (row.to_owned(), n)).collect(),
                     last: inner.refused.last.clone(),
+                    told: self.gate.told.load(Ordering::Relaxed),
+                    lost: gate.lost(),
                 }
             }
         }
@@ -209,13 +232,33 @@ impl Host {
         }
     }
 
-    /// Takes in a refusal: shown at once, recorded now and then.
-    fn gate_told(&self, refusal: Refusal) {
-        // The agent's own probes.
-        if refusal.pid == std::process::id() {
-            return;
+    /// Brings the metrics up to how many refusals reached nobody: all since the gate was put up, also
+    /// before this agent. The log has it now and then.
+    pub(super) fn gate_count_lost(&self) {
+        let Ok(gate) = self.gate.get() else { return };
+        let mut losses = self.gate.losses.lock().unwrap_or_else(PoisonError::into_inner);
+        if losses.maps != gate.maps() {
+            (losses.maps, losses.counted) = (gate.maps(), 0);
         }
-        let Some(slot) = self.slot(refusal.session) else { return };
+        let more = gate.lost().saturating_sub(losses.counted);
+        losses.counted += more;
+        losses.unsaid += more;
+        self.metrics.refusals_lost(more);
+        let now = clock::now();
+        if losses.unsaid > 0 && losses.said.is_none_or(|last| now.since(last) >= RECORD) {
+            tracing::warn!(
+                "{} refusal(s) by the lease gate are counted and not told: there were too many, nobody \
+                 read them, or they were of sessions of another agent",
+                losses.unsaid
+            );
+            (losses.unsaid, losses.said) = (0, Some(now));
+        }
+    }
+
+    /// Takes in a refusal: shown at once, recorded now and then.
+    fn gate_told(&self, gate: &Gate, refusal: Refusal) {
+        // Of another agent of this host, or of a session that is gone by now.
+        let Some(slot) = self.slot(refusal.session) else { return gate.lose() };
         let mut inner = slot.lock();
         let now = clock::now();
         let call = RefusedCall {
@@ -320,14 +363,18 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// is no gate, it has nothing to do: the counters tell.
 pub(super) fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
     let mut reading: Option<(Arc<Gate>, Refusals)> = None;
-    let mut lost = 0;
     while !host.stopping() {
-        let Ok(gate) = host.gate.get() else { return Ok(()) };
+        // Somebody took it away: it is put up again by a sweep.
+        let Ok(gate) = host.gate.get() else {
+            drop(reading.take());
+            host.gate.told.store(false, Ordering::Relaxed);
+            std::thread::sleep(PATIENCE);
+            continue;
+        };
         let same = reading.as_ref().is_some_and(|(of, _)| Arc::ptr_eq(of, &gate));
         if !same {
             // Its lock first: it may be on the same directory.
             drop(reading.take());
-            lost = gate.lost();
             // No reason to end an agent that enforces leases without it, too.
             reading = gate
                 .refusals()
@@ -335,23 +382,17 @@ pub(super) fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
                 .ok()
                 .flatten()
                 .map(|refusals| (Arc::clone(&gate), refusals));
+            host.gate.told.store(reading.is_some(), Ordering::Relaxed);
         }
+        host.gate_count_lost();
         let Some((_, refusals)) = &mut reading else {
             std::thread::sleep(PATIENCE);
             continue;
         };
         match refusals.next(PATIENCE) {
-            Ok(Some(refusal)) => host.gate_told(refusal),
+            Ok(Some(refusal)) => host.gate_told(&gate, refusal),
             Ok(None) => {}
             Err(errno) => tracing::error!("refusals are not told: {errno}"),
-        }
-        let now = gate.lost();
-        if now != lost {
-            tracing::warn!(
-                "{} refusal(s) were not told: there were too many",
-                now.wrapping_sub(lost)
-            );
-            lost = now;
         }
     }
     Ok(())

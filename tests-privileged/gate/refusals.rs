@@ -165,14 +165,14 @@ fn lost(place: &Place) {
             scene.open();
             let file = File::create(scene.merged().join("file")).unwrap();
             scene.shut();
-            (scene, file)
+            (file, scene)
         })
         .collect();
     let gate = Gate::raise().unwrap();
     let end = clock::now().plus(paced(Duration::from_secs(60)));
     while gate.lost() < 20 {
         assert!(clock::now() < end, "the ring does not fill");
-        for (_, file) in &scenes {
+        for (file, _) in &scenes {
             assert_eq!(write(file), Err(Errno::ROFS));
         }
         std::thread::sleep(Duration::from_millis(20));

@@ -239,6 +239,11 @@ fn kernel_dev(info: &Info) -> Result<u32> {
 /// is past for us has to be past for them.
 const CLOCKS_APART: Duration = Duration::from_millis(1);
 
+/// What becomes of a deadline when its entry is shut.
+fn shut_at(deadline: BootNs, now: BootNs) -> BootNs {
+    if deadline <= now { deadline } else { now.minus(CLOCKS_APART) }
+}
+
 /// One session's entry.
 #[derive(Clone)]
 pub struct Entry {
@@ -271,10 +276,9 @@ impl Entry {
     /// Refuses writes from now on. A deadline that has passed stays, so that refusals can say which it
     /// was; one that has not is moved to a moment ago.
     pub fn shut(&self) {
-        let (now, deadline) = (clock::now(), &self.raw().deadline);
-        if deadline.load(Ordering::SeqCst) > now.0 {
-            deadline.store(now.minus(CLOCKS_APART).0, Ordering::SeqCst);
-        }
+        let deadline = &self.raw().deadline;
+        let past = shut_at(BootNs(deadline.load(Ordering::SeqCst)), clock::now());
+        deadline.store(past.0, Ordering::SeqCst);
     }
 
     /// Refuses writes of every generation below this one, whatever deadline is set later.
@@ -338,4 +342,21 @@ pub fn ways() -> [&'static str; 8] {
 pub fn ask() -> Result<Vec<&'static str>> {
     let missing = pins::try_load().map_err(no_gate)?;
     Ok(missing.into_iter().map(Row::name).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shut_entry_keeps_the_deadline_that_passed() {
+        let now = BootNs(5_000_000);
+        for passed in [0, 1, 4_999_999, 5_000_000] {
+            assert_eq!(shut_at(BootNs(passed), now), BootNs(passed));
+        }
+        // Refused also by a clock that is a little behind.
+        for ahead in [5_000_001, u64::MAX] {
+            assert_eq!(shut_at(BootNs(ahead), now), BootNs(4_000_000));
+        }
+    }
 }

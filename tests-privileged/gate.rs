@@ -1,8 +1,10 @@
 //! The lease gate: the kernel compares each write with the lease, whoever is alive.
 #![allow(unsafe_code)]
 
+mod behind;
 mod beside;
 mod queues;
+mod refusals;
 mod stamps;
 mod ways;
 
@@ -24,6 +26,10 @@ use crate::agent_process::{Host, has, id_of, path_of};
 use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
+    [own(), refusals::tests(), behind::tests()].into_iter().flatten().collect()
+}
+
+fn own() -> Vec<Test> {
     vec![
         Test { name: "each_way_to_change_a_file", run: |place| ways::each(&Scene::new(place)) },
         Test { name: "no_write_begins_after_the_deadline", run: deadlines },
@@ -36,7 +42,6 @@ pub fn tests() -> Vec<Test> {
         Test { name: "what_root_takes_away_is_put_up_again", run: taken_away },
         Test { name: "shared_mappings_can_be_denied", run: denied },
         Test { name: "a_stale_writer_runs_on_reading", run: runs_on },
-        Test { name: "a_refusal_is_told_and_counted", run: told },
         Test { name: "it_changes_no_answer_of_a_good_lease", run: beside::same },
         Test { name: "numbers_that_are_used_again_are_nobodys", run: beside::raced },
         Test { name: "what_it_costs", run: beside::cost },
@@ -334,7 +339,7 @@ fn fenced(place: &Place) {
 }
 
 /// A bpffs of the test's own: what it does to what is pinned concerns no other test.
-fn own_bpffs() -> PathBuf {
+pub fn own_bpffs() -> PathBuf {
     let at = "/sys/fs/bpf";
     nix::mount::mount(Some("bpf"), at, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
         .unwrap();
@@ -451,39 +456,6 @@ fn taken_away(place: &Place) {
     host.must(&["fence", &id, "--reason", "test"]);
     assert_eq!(write(&file), Err(Errno::ROFS));
     host.until(&id, |v| has(v, "gated"));
-}
-
-/// What was refused is told: who, what and when; and counted.
-fn told(place: &Place) {
-    own_bpffs();
-    let mut host = Host::new(place, "host");
-    assert!(host.start(None));
-    let (id, _, file) = session(&host, &paced_ttl(60));
-    host.must(&["fence", &id, "--reason", "test"]);
-    let until = clock::now().plus(paced(Duration::from_secs(10)));
-    let view = loop {
-        assert_eq!(write(&file), Err(Errno::ROFS));
-        let view = host.must(&["session", "inspect", &id]);
-        if !view["gate"]["last"].is_null() {
-            break view;
-        }
-        assert!(clock::now() < until, "nothing is told: {view:#}\n{}", host.log());
-        std::thread::sleep(Duration::from_millis(50));
-    };
-    let last = &view["gate"]["last"];
-    assert_eq!(last["pid"], std::process::id(), "{view:#}");
-    assert_eq!((&last["op"], &last["generation"]), (&"write".into(), &1.into()), "{view:#}");
-    let command = std::fs::read_to_string("/proc/self/comm").unwrap();
-    assert_eq!(last["command"], command.trim());
-    let entries = host.must(&["evidence", "show", "--session", &id]);
-    let told = |e: &&serde_json::Value| e["kind"] == "write_refused";
-    let told = entries.as_array().unwrap().iter().filter(told).count();
-    assert_eq!(told, 1, "once a minute is enough: {entries:#}");
-    let metrics = host.http("GET", "/metrics", "").body;
-    let counted = metrics
-        .lines()
-        .find_map(|line| line.strip_prefix("overfence_writes_refused_total{op=\"write\"} "));
-    assert!(counted.unwrap().parse::<u64>().unwrap() >= 1, "{metrics}");
 }
 
 /// With `deny` no shared mapping can be made through which a store could pass.

@@ -50,6 +50,7 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("writers::a_lower_that_hangs_altogether_delays_no_fence", &["fuse"]),
     ("writers::one_that_no_kill_wakes_delays_no_other_session", &["fuse"]),
     ("writers::one_that_a_kill_wakes_ends_when_it_is_to_be_killed", &["fuse"]),
+    ("gate::who_has_a_loop_device_stays_frozen", &["bpf-lsm", "lease-gate", "loop-devices"]),
     ("gate::", &["bpf-lsm", "lease-gate"]),
     ("container::a_hybrid_host_gives_a_part_of_the_hierarchy", &["podman", "hybrid-cgroups"]),
     ("container::", &["podman"]),

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use crate::config::{GateUse, SharedMappings};
 use crate::kernel::cgroup::Outcome;
 use crate::kernel::clock;
 use crate::kernel::gate::{self, Entry, Gate, Refusal, Refusals};
+use crate::kernel::overlay;
 use crate::model::facts::Fact;
 use crate::model::journal::Journal;
 use crate::model::session::{Loss, State};
@@ -26,6 +28,21 @@ pub(super) struct HostGate {
     gate: Mutex<Result<Arc<Gate>, String>>,
     /// The host can have it: it is put up again should it go.
     wanted: bool,
+    losses: Mutex<Losses>,
+    /// This agent is the one that is told of refusals.
+    told: AtomicBool,
+}
+
+/// What became of the gate's count of refusals that reached nobody.
+#[derive(Debug, Default)]
+struct Losses {
+    /// The maps that `counted` is of.
+    maps: u32,
+    /// What of the count is in the metrics.
+    counted: u64,
+    /// What of that is not in the log yet, and when it was said last.
+    unsaid: u64,
+    said: Option<BootNs>,
 }
 
 impl HostGate {
@@ -40,7 +57,12 @@ impl HostGate {
             Ok(gate) => tracing::warn!("the lease gate misses {}", gate.missing().join(", ")),
             Err(why) => tracing::info!("no lease gate: {why}"),
         }
-        Self { wanted: gate.is_ok(), gate: Mutex::new(gate) }
+        Self {
+            wanted: gate.is_ok(),
+            gate: Mutex::new(gate),
+            losses: Mutex::default(),
+            told: AtomicBool::new(false),
+        }
     }
 
     fn get(&self) -> Result<Arc<Gate>, String> {
@@ -65,7 +87,7 @@ pub struct Refused {
     recorded: Option<BootNs>,
 }
 
-/// A stale writer may go on trying for days: the evidence holds one in this time.
+/// A stale writer may go on trying for days: the evidence holds one in this time, and the log one line.
 const RECORD: Duration = Duration::from_secs(60);
 
 impl Host {
@@ -194,6 +216,8 @@ impl Host {
                     shared_mappings: entry.shared(),
                     refused: refused.map(|(row, n)| (row.to_owned(), n)).collect(),
                     last: inner.refused.last.clone(),
+                    told: self.gate.told.load(Ordering::Relaxed),
+                    lost: gate.lost(),
                 }
             }
         }
@@ -208,13 +232,33 @@ impl Host {
         }
     }
 
-    /// Takes in a refusal: shown at once, recorded now and then.
-    fn gate_told(&self, refusal: Refusal) {
-        // The agent's own probes.
-        if refusal.pid == std::process::id() {
-            return;
+    /// Brings the metrics up to how many refusals reached nobody: all since the gate was put up, also
+    /// before this agent. The log has it now and then.
+    pub(super) fn gate_count_lost(&self) {
+        let Ok(gate) = self.gate.get() else { return };
+        let mut losses = self.gate.losses.lock().unwrap_or_else(PoisonError::into_inner);
+        if losses.maps != gate.maps() {
+            (losses.maps, losses.counted) = (gate.maps(), 0);
         }
-        let Some(slot) = self.slot(refusal.session) else { return };
+        let more = gate.lost().saturating_sub(losses.counted);
+        losses.counted += more;
+        losses.unsaid += more;
+        self.metrics.refusals_lost(more);
+        let now = clock::now();
+        if losses.unsaid > 0 && losses.said.is_none_or(|last| now.since(last) >= RECORD) {
+            tracing::warn!(
+                "{} refusal(s) by the lease gate are counted and not told: there were too many, nobody \
+                 read them, or they were of sessions of another agent",
+                losses.unsaid
+            );
+            (losses.unsaid, losses.said) = (0, Some(now));
+        }
+    }
+
+    /// Takes in a refusal: shown at once, recorded now and then.
+    fn gate_told(&self, gate: &Gate, refusal: Refusal) {
+        // Of another agent of this host, or of a session that is gone by now.
+        let Some(slot) = self.slot(refusal.session) else { return gate.lose() };
         let mut inner = slot.lock();
         let now = clock::now();
         let call = RefusedCall {
@@ -243,9 +287,32 @@ impl Host {
     }
 
     /// Whether nothing of a session whose lease is lost can write any more, but for calls that began
-    /// before: the gate is complete, refused a probe, and no mapping passes it.
-    pub(super) fn gate_stops(&self, inner: &Inner) -> bool {
-        self.gate_alone(inner) && inner.session.facts.has(Fact::Gated)
+    /// before: the gate is complete, refused a probe and refuses one now, and no mapping and no loop
+    /// device passes it. `Err`: what speaks against it.
+    pub(super) fn gate_stops(&self, inner: &Inner) -> Result<(), String> {
+        let known = self.gate_alone(inner) && inner.session.facts.has(Fact::Gated);
+        if !known || inner.session.has_loop() {
+            return Err("the gate does not stop all its writes any more".to_owned());
+        }
+        self.gate_refuses(inner)
+    }
+
+    /// Asks the kernel: what is known may be older than what root took away since.
+    fn gate_refuses(&self, inner: &Inner) -> Result<(), String> {
+        let (Some(entry), Some(mounted)) = (&inner.gate, &inner.mounted) else {
+            return Err("the gate is not there any more".to_owned());
+        };
+        // A read-only superblock refuses before the programs do. They have to be there all the same.
+        let read_only = inner.session.facts.has(Fact::ReadOnly)
+            && overlay::is_read_only(&mounted.root).map_err(text)?;
+        let refused = match read_only {
+            true => self.gate.get().is_ok_and(|gate| gate.stands()),
+            false => entry.prove(&mounted.root).map_err(text)?.is_some(),
+        };
+        match refused {
+            true => Ok(()),
+            false => Err("the write probe was not refused by the gate".to_owned()),
+        }
     }
 
     fn gate_alone(&self, inner: &Inner) -> bool {
@@ -276,8 +343,7 @@ impl Host {
         if !inner.session.may_run_on() {
             return Ok(vec![]);
         }
-        if !self.gate_stops(&inner) {
-            let seen = "the gate does not stop all its writes any more".to_owned();
+        if let Err(seen) = self.gate_stops(&inner) {
             return Ok(vec![Event::GateLost { seen }]);
         }
         self.table().remove(slot.id).map_err(text)?;
@@ -297,14 +363,18 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// is no gate, it has nothing to do: the counters tell.
 pub(super) fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
     let mut reading: Option<(Arc<Gate>, Refusals)> = None;
-    let mut lost = 0;
     while !host.stopping() {
-        let Ok(gate) = host.gate.get() else { return Ok(()) };
+        // Somebody took it away: it is put up again by a sweep.
+        let Ok(gate) = host.gate.get() else {
+            drop(reading.take());
+            host.gate.told.store(false, Ordering::Relaxed);
+            std::thread::sleep(PATIENCE);
+            continue;
+        };
         let same = reading.as_ref().is_some_and(|(of, _)| Arc::ptr_eq(of, &gate));
         if !same {
             // Its lock first: it may be on the same directory.
             drop(reading.take());
-            lost = gate.lost();
             // No reason to end an agent that enforces leases without it, too.
             reading = gate
                 .refusals()
@@ -312,23 +382,17 @@ pub(super) fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
                 .ok()
                 .flatten()
                 .map(|refusals| (Arc::clone(&gate), refusals));
+            host.gate.told.store(reading.is_some(), Ordering::Relaxed);
         }
+        host.gate_count_lost();
         let Some((_, refusals)) = &mut reading else {
             std::thread::sleep(PATIENCE);
             continue;
         };
         match refusals.next(PATIENCE) {
-            Ok(Some(refusal)) => host.gate_told(refusal),
+            Ok(Some(refusal)) => host.gate_told(&gate, refusal),
             Ok(None) => {}
             Err(errno) => tracing::error!("refusals are not told: {errno}"),
-        }
-        let now = gate.lost();
-        if now != lost {
-            tracing::warn!(
-                "{} refusal(s) were not told: there were too many",
-                now.wrapping_sub(lost)
-            );
-            lost = now;
         }
     }
     Ok(())

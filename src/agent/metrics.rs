@@ -79,6 +79,7 @@ pub struct Metrics {
     unresolved: Family<ByKind, Gauge>,
     layers_damaged: Gauge,
     writes_refused: Family<ByOp, Counter>,
+    refusals_lost: Counter,
     fences: Family<ByFact, Counter>,
     effects: Family<ByEffect, Counter>,
     fence_seconds: Histogram,
@@ -146,8 +147,14 @@ impl Metrics {
         }
         registry.register(
             "writes_refused",
-            "Calls of lost sessions that the lease gate refused",
+            "Calls that the lease gate refused: of lost sessions, and mappings denied to any",
             Family::clone(&writes_refused),
+        );
+        let refusals_lost = Counter::default();
+        registry.register(
+            "write_refusals_lost",
+            "Refusals by the lease gate of this host that were to be told and reached nobody",
+            refusals_lost.clone(),
         );
         let fences = Family::<ByFact, Counter>::default();
         for (fact, result) in RESULTS {
@@ -226,6 +233,7 @@ impl Metrics {
             unresolved,
             layers_damaged,
             writes_refused,
+            refusals_lost,
             fences,
             effects,
             fence_seconds,
@@ -262,6 +270,11 @@ impl Metrics {
     /// Calls that the lease gate refused.
     pub fn writes_refused(&self, op: &'static str, n: u64) {
         self.writes_refused.get_or_create(&ByOp { op }).inc_by(n);
+    }
+
+    /// Refusals by the lease gate that reached nobody.
+    pub fn refusals_lost(&self, n: u64) {
+        self.refusals_lost.inc_by(n);
     }
 
     /// An external request that was not to be sent.

@@ -376,6 +376,8 @@ impl Host {
                 forced_by: wish.force.then(|| by.to_string()),
             };
             self.apply(other, Event::LeaseLost { loss, revoke: false }, "agent");
+            // One that runs on behind the gate does so no longer if the gate went meanwhile.
+            super::gate::check(self, other);
         }
         if wish.force {
             return Ok(());
@@ -385,7 +387,7 @@ impl Host {
             for other in &former {
                 let left = until.saturating_duration_since(tokio::time::Instant::now());
                 let stopped = |inner: &super::slot::Inner| {
-                    if self.gate_stops(inner) {
+                    if self.gate_stops(inner).is_ok() {
                         return true;
                     }
                     let s = &inner.session;

@@ -376,6 +376,9 @@ fn gate(gate: &GateView) -> String {
     if !refused.is_empty() {
         line.push_str(&format!("; refused {}", refused.join(", ")));
     }
+    if gate.lost > 0 {
+        line.push_str(&format!("; {} refused call(s) of this host were told to nobody", gate.lost));
+    }
     line
 }
 

@@ -319,7 +319,7 @@ impl Search<'_> {
                 let file = Path::new(OsStr::from_bytes(shown));
                 let name = entry.file_name();
                 let what = format!("{} backed by {}", name.display(), file.display());
-                self.found.push(no_process("loop", what));
+                self.found.push(no_process(Holder::LOOP, what));
             }
         }
     }

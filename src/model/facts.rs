@@ -148,6 +148,14 @@ impl Holder {
     /// the upper past the session's own overlay.
     pub const OVERLAY: &str = "overlay";
 
+    /// [`Holder::how`] of a loop device: the kernel writes into its file past the lease gate.
+    pub const LOOP: &str = "loop";
+
+    /// Whether it is a loop device on a file of the overlay.
+    pub fn is_loop(&self) -> bool {
+        self.how == Self::LOOP
+    }
+
     /// Whether it is a second overlay on the same upper.
     pub fn is_overlay(&self) -> bool {
         self.how == Self::OVERLAY
@@ -158,7 +166,7 @@ impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.how.as_str() {
             "kernel" => return write!(f, "held by the kernel, not nameable: {}", self.what),
-            "loop" => return write!(f, "loop device {}", self.what),
+            Self::LOOP => return write!(f, "loop device {}", self.what),
             "others" => return f.write_str(&self.what),
             Self::OVERLAY => {
                 return write!(

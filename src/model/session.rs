@@ -428,11 +428,17 @@ impl Session {
     }
 
     /// Whether its processes run on, or are to, after its fence: nobody wants more of them than that
-    /// they do not write.
+    /// they do not write, and they reach no loop device through which they would.
     pub fn may_run_on(&self) -> bool {
-        let over = self.seal || self.is_past_running();
+        let over = self.seal || self.is_past_running() || self.has_loop();
         let fenced = matches!(self.state, State::Fenced | State::Preserved) && !over;
         self.run_on && fenced && self.fence.to == Fact::ReadOnly && self.facts.has(Fact::Gated)
+    }
+
+    /// Whether, at the last try for read-only, a loop device held a file of the overlay open: what is
+    /// written into the device is the kernel's own write into the file, which the lease gate lets pass.
+    pub fn has_loop(&self) -> bool {
+        self.holders.iter().any(Holder::is_loop)
     }
 
     /// Whether all its processes are stopped: frozen, dead, or refused each write by the kernel.

@@ -179,6 +179,7 @@ impl Agent {
         for slot in self.0.slots() {
             self.0.gate_count(&mut slot.lock());
         }
+        self.0.gate_count_lost();
         self.0.metrics.text(self.0.store.reserve().space(), self.0.tripped().is_some())
     }
 

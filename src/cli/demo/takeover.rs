@@ -1,6 +1,7 @@
 //! The second half of the story: B takes over, a foreign hand thaws A, and A's bytes are kept and
 //! given up.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -178,10 +179,7 @@ fn held(place: &Place, step: &mut Step, c: &Session) -> Result<(), String> {
     let others = facts.split(", ").filter(|fact| *fact != "gated").collect::<Vec<_>>().join(", ");
     step.expect("only frozen is claimed", others == "frozen" && missing == "read-only", facts);
     if gate != "absent" {
-        // The superblock is writable: it is the kernel's comparison with the lease that refuses.
-        let answer = std::fs::File::create(c.merged.join("late.txt")).map(drop);
-        let refused = answer.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::EROFS));
-        let seen = answer.map_or_else(|e| e.to_string(), |()| "it was let".to_owned());
+        let (refused, seen) = late_write(place, c)?;
         step.expect(
             "the lease gate refuses a write into C's overlay",
             gated && refused,
@@ -202,6 +200,39 @@ fn held(place: &Place, step: &mut Step, c: &Session) -> Result<(), String> {
     step.check("C's cgroup is frozen", check::frozen(&c.cgroup));
     step.check("C's superblock is still writable", check::superblock_is("rw", &c.merged));
     Ok(())
+}
+
+/// A write of ours into C's overlay. Its superblock is writable, so the errno alone does not say who
+/// refused: the gate's own evidence does. And what it told.
+fn late_write(place: &Place, c: &Session) -> Result<(bool, String), String> {
+    let operator = place.operator();
+    let gate =
+        || Ok::<_, String>(operator.must(&["session", "inspect", &c.id])?.json["gate"].take());
+    let before = gate()?;
+    let answer = std::fs::File::create(c.merged.join("late.txt")).map(drop);
+    let errno = answer.as_ref().err().and_then(std::io::Error::raw_os_error);
+    if errno != Some(libc::EROFS) {
+        let seen = answer.map_or_else(|e| e.to_string(), |()| "it was let".to_owned());
+        return Ok((false, seen));
+    }
+    // A name is made in the overlay's root.
+    let root = std::fs::metadata(&c.merged).map_err(|e| format!("stat {:?}: {e}", c.merged))?;
+    let mut seen = String::new();
+    let told = place.until("the gate tells of it", SOON, || {
+        let now = gate()?;
+        let last = &now["last"];
+        seen = if now["told"] == true {
+            format!("EROFS; told: {} by pid {} ({})", last["op"], last["pid"], last["command"])
+        } else {
+            // Another agent of this host is told. What the kernel counts is shown to all.
+            format!("EROFS; counted: {} name(s)", now["refused"]["names"])
+        };
+        let fresh = *last != before["last"] && last["op"] == "names" && last["inode"] == root.ino();
+        let counted = now["refused"]["names"].as_u64() > before["refused"]["names"].as_u64();
+        Ok(counted && (fresh || now["told"] == false))
+    });
+    let told = told.inspect_err(|why| seen = format!("{seen}; {why}"));
+    Ok((told.is_ok(), seen))
 }
 
 fn head(place: &Place, step: &mut Step, database: &Database, layer: &str) -> Result<(), String> {

@@ -52,6 +52,7 @@ enum {
     S_IFDIR = 0040000,
     S_IFLNK = 0120000,
     MAY_WRITE = 2,
+    MAY_ACCESS = 0x10,
     FMODE_WRITE = 2,
     MAP_TYPE = 0x0f,
     MAP_SHARED = 1,
@@ -151,9 +152,16 @@ INLINE int over(struct entry *entry)
     return newest > *(volatile u64 *)&entry->generation || bpf_ktime_get_boot_ns() >= deadline;
 }
 
-INLINE int refuse(struct entry *entry, struct inode *inode, enum op op)
+INLINE int count(struct entry *entry, enum op op)
 {
     __sync_fetch_and_add(&entry->refused[op], 1);
+    return -EROFS;
+}
+
+// Counted, and told if none of this entry was told a moment ago.
+INLINE int refuse(struct entry *entry, struct inode *inode, enum op op)
+{
+    count(entry, op);
     u64 now = bpf_ktime_get_boot_ns();
     u32 tick = now >> TELL;
     if (entry->told == tick)
@@ -170,7 +178,7 @@ INLINE int refuse(struct entry *entry, struct inode *inode, enum op op)
     };
     bpf_get_current_comm(told.command, sizeof(told.command));
     if (bpf_ringbuf_output(&refusals, &told, sizeof(told), 0)) {
-        // Nobody takes them: how many were lost stands in the header.
+        // Nobody takes them, or not fast enough: how many were lost stands in the header.
         u32 first = 0;
         struct entry *header = bpf_map_lookup_elem(&entries, &first);
         if (header)
@@ -228,7 +236,12 @@ HOOK(inode_permission, inode_permission)
     struct inode *inode = (void *)args[0];
     if (!((int)args[1] & MAY_WRITE) || !is_file(inode))
         return 0;
-    return check(inode, NAMES);
+    if (!((int)args[1] & MAY_ACCESS))
+        return check(inode, NAMES);
+    // access(2) asks and changes nothing: it is answered and counted, but not told. So the agent's own
+    // probes, which ask like that, take the place of no writer's refusal.
+    struct entry *entry = entry_of(inode->i_sb);
+    return entry && over(entry) ? count(entry, NAMES) : 0;
 }
 
 // chmod, chown, utimes, truncate, ftruncate

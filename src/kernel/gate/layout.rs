@@ -120,9 +120,10 @@ impl Table {
         self.entries().take_while(move |(at, _)| *at <= last)
     }
 
-    /// Refusals that nobody took.
-    pub(super) fn lost(&self) -> u64 {
-        self.at(0).refused[0].load(Ordering::Relaxed)
+    /// How many refusals reached nobody: the programs count what the ring had no room for, and agents
+    /// what they took and could not place.
+    pub(super) fn lost(&self) -> &AtomicU64 {
+        &self.at(0).refused[0]
     }
 
     /// To be called before an entry is taken, so that nobody overlooks it.

@@ -34,6 +34,7 @@ mod refusals;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use aya::maps::{HashMap, MapData, MapError};
 use rustix::fs::{Access, AtFlags};
@@ -105,9 +106,19 @@ impl Gate {
         Refusals::open().map_err(no_gate)
     }
 
-    /// Refusals that were to be told and that nobody took.
+    /// Refusals of this host that were to be told and reached nobody, since its maps were made.
     pub fn lost(&self) -> u64 {
-        self.table.lost()
+        self.table.lost().load(Ordering::Relaxed)
+    }
+
+    /// Counts a refusal that was told to somebody who knows nothing of its session.
+    pub fn lose(&self) {
+        self.table.lost().fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The kernel's number of its maps: with others what is counted in them begins anew.
+    pub fn maps(&self) -> u32 {
+        self.id
     }
 
     /// Whether it is still pinned as it was raised: root may have taken it away.
@@ -224,6 +235,15 @@ fn kernel_dev(info: &Info) -> Result<u32> {
     }
 }
 
+/// The programs read a clock that may be a few nanoseconds behind ours (`ktime_get_boot_fast_ns`): what
+/// is past for us has to be past for them.
+const CLOCKS_APART: Duration = Duration::from_millis(1);
+
+/// What becomes of a deadline when its entry is shut.
+fn shut_at(deadline: BootNs, now: BootNs) -> BootNs {
+    if deadline <= now { deadline } else { now.minus(CLOCKS_APART) }
+}
+
 /// One session's entry.
 #[derive(Clone)]
 pub struct Entry {
@@ -253,9 +273,12 @@ impl Entry {
         raw.deadline.store(deadline.0, Ordering::SeqCst);
     }
 
-    /// Refuses writes from now on.
+    /// Refuses writes from now on. A deadline that has passed stays, so that refusals can say which it
+    /// was; one that has not is moved to a moment ago.
     pub fn shut(&self) {
-        self.raw().deadline.store(0, Ordering::SeqCst);
+        let deadline = &self.raw().deadline;
+        let past = shut_at(BootNs(deadline.load(Ordering::SeqCst)), clock::now());
+        deadline.store(past.0, Ordering::SeqCst);
     }
 
     /// Refuses writes of every generation below this one, whatever deadline is set later.
@@ -319,4 +342,21 @@ pub fn ways() -> [&'static str; 8] {
 pub fn ask() -> Result<Vec<&'static str>> {
     let missing = pins::try_load().map_err(no_gate)?;
     Ok(missing.into_iter().map(Row::name).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shut_entry_keeps_the_deadline_that_passed() {
+        let now = BootNs(5_000_000);
+        for passed in [0, 1, 4_999_999, 5_000_000] {
+            assert_eq!(shut_at(BootNs(passed), now), BootNs(passed));
+        }
+        // Refused also by a clock that is a little behind.
+        for ahead in [5_000_001, u64::MAX] {
+            assert_eq!(shut_at(BootNs(ahead), now), BootNs(4_000_000));
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! What the programs tell of what they refused: one at most for each entry in 134 ms, the rest is
-//! only counted.
+//! only counted, as are calls that only ask (access). The ring holds 819; what comes while it is full
+//! is counted in the header.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
@@ -19,7 +20,8 @@ pub struct Refusal {
     pub session: SessionId,
     /// When it was refused.
     pub at: BootNs,
-    /// The deadline that had passed; 0 where the lease was lost before it.
+    /// The deadline that had passed, or the moment, to 1 ms, at which a lease was lost before it; 0 in
+    /// an entry that was never open. Ahead of `at` where a mapping is refused under a good lease.
     pub deadline: BootNs,
     /// Of the entry.
     pub generation: Generation,

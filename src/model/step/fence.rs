@@ -205,6 +205,7 @@ pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Ste
             // A second overlay is no writer of the session's: policy has nothing to seal or kill.
             let held = holders.is_empty() || !holders.iter().all(Holder::is_overlay);
             let news = (held && s.busy_since.is_none()) || s.holders != holders;
+            let stood = s.is_stopped();
             s.holders = holders.to_vec();
             if held {
                 s.busy_since.get_or_insert(proof.at);
@@ -212,6 +213,10 @@ pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Ste
             not_read_only(s);
             let mut next = settle(s);
             super::image::freeze_after(s, &mut next);
+            // A loop device came up under who runs on behind the gate, which does not see its writes.
+            if stood && !s.is_stopped() && !s.is_past_running() {
+                next.effects.insert(0, FENCE);
+            }
             Step { record: next.record && news, ..next }
         }
         // All processes of the session ended, yet somebody outside holds it: it cannot be

@@ -7,7 +7,7 @@ use super::super::ids::{Generation, LeaseId};
 use super::super::session::{FenceWish, Loss, OnBusy, OnFence, Policy, Session, State, Work};
 use super::super::step::{Effect, Event, Found, Purpose, step};
 use super::super::time::BootNs;
-use super::{boot, proof, session};
+use super::{boot, loop_device, proof, session};
 
 const FENCE: Effect = Effect::Freeze { purpose: Purpose::Fence };
 
@@ -34,6 +34,11 @@ fn frozen() -> Event {
 
 fn busy() -> Event {
     Event::Busy { proof: proof(3), holders: vec![] }
+}
+
+/// The kernel itself holds it, by a loop device on a file in it.
+fn looped() -> Event {
+    Event::Busy { proof: proof(3), holders: vec![loop_device()] }
 }
 
 fn runs() -> Event {
@@ -104,6 +109,33 @@ fn more_than_that_freezes_it_first() {
         then(&mut s, frozen(), &[Effect::ReadOnly]);
         assert_eq!(step(&mut s, &tick(14)).effects[0], next);
     }
+}
+
+/// What its processes write into the device, the kernel writes into the file, and the gate sees nothing.
+#[test]
+fn who_can_write_by_a_loop_device_stays_frozen() {
+    let mut s = active(OnFence::ReadOnlyRun, OnBusy::Hold);
+    lost(&mut s, true);
+    then(&mut s, looped(), &[Effect::Show]);
+    then(&mut s, tick(50), &[Effect::ReadOnly]);
+    then(&mut s, looped(), &[]);
+    assert!(s.facts.has(Fact::Frozen) && s.run_on && !s.may_run_on());
+    // It was detached.
+    then(&mut s, busy(), &[Effect::RunOn]);
+    then(&mut s, runs(), &[]);
+    // It is there again: whoever ran on is stopped.
+    then(&mut s, looped(), &[FENCE]);
+    assert!(!s.may_run_on());
+    then(&mut s, frozen(), &[Effect::ReadOnly]);
+    then(&mut s, looped(), &[]);
+    then(&mut s, Event::ReadOnly { proof: proof(6), empty: false }, &[Effect::RunOn]);
+
+    // Between the decision and the thaw.
+    let mut s = active(OnFence::ReadOnlyRun, OnBusy::Hold);
+    lost(&mut s, true);
+    then(&mut s, busy(), &[Effect::Show, Effect::RunOn]);
+    then(&mut s, looped(), &[]);
+    then(&mut s, runs(), &[FENCE]);
 }
 
 #[test]

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::facts::{Facts, Proof};
+use super::facts::{Facts, Holder, Proof};
 use super::head::{Digest, HeadAt};
 use super::ids::{BootId, Generation, HostId, LeaseId, PublicationKey, SessionId};
 use super::lease::HolderKind;
@@ -38,6 +38,18 @@ fn layer(n: u8) -> Digest {
 /// A kernel's answer that names the event it came with.
 fn proof(n: u64) -> Proof {
     Proof { asked: "asked".into(), answer: format!("answer {n}"), at: BootNs(n), took_us: 1 }
+}
+
+/// The kernel itself holds the overlay, by a loop device on a file in it.
+fn loop_device() -> Holder {
+    Holder {
+        pid: 0,
+        command: "kernel".into(),
+        how: Holder::LOOP.into(),
+        what: "loop7 backed by /merged/disk".into(),
+        cgroup: String::new(),
+        inside: false,
+    }
 }
 
 pub(crate) fn session(state: State) -> Session {

@@ -17,7 +17,7 @@ use super::super::session::{
 use super::super::step::{Effect, Event, Found, Published, Purpose, Step, step};
 use super::super::time::BootNs;
 use super::super::workspace::Refusal;
-use super::{boot, key, layer, proof, session};
+use super::{boot, key, layer, loop_device, proof, session};
 
 const FACTS: [Fact; 7] = Fact::ALL;
 
@@ -85,7 +85,10 @@ fn events() -> impl Strategy<Value = Event> {
         Just(Event::MovedOut { strays: Vec::new() }),
         Just(Event::UpperChanged { seen: "a file".into() }),
         Just(Event::ReadOnly { proof: p(), empty: false }),
-        Just(Event::Busy { proof: p(), holders: Vec::new() }),
+        any::<bool>().prop_map(move |looped| Event::Busy {
+            proof: p(),
+            holders: looped.then(loop_device).into_iter().collect(),
+        }),
         Just(Event::ReadOnlyLost { seen: "rw".into() }),
         Just(Event::Writable { proof: p() }),
         Just(Event::Sealed { proof: p() }),
@@ -234,7 +237,7 @@ fn invariant_who_runs_on_is_gated(s: &Seen<'_>) -> Held {
     let a = s.after;
     let policy = a.policy.on_fence == OnFence::ReadOnlyRun && a.fence.to == Fact::ReadOnly;
     let runs = s.step.effects.contains(&Effect::RunOn) || a.may_run_on();
-    let behind = policy && a.facts.has(Fact::Gated) && !a.holds_lease() && !a.seal;
+    let behind = policy && a.facts.has(Fact::Gated) && !a.holds_lease() && !a.seal && !a.has_loop();
     prop_assert!(!runs || behind, "{:?} let it run on", s.event);
     // Nobody else runs while nothing is about to stop them.
     let stands = a.is_stopped() || a.is_past_running();

@@ -229,6 +229,11 @@ pub struct GateView {
     pub refused: BTreeMap<String, u64>,
     /// The last one that was told.
     pub last: Option<RefusedCall>,
+    /// Whether this agent is the one of its host that is told; else counters are all that it has.
+    pub told: bool,
+    /// Refused calls of all sessions of the host that were to be told and reached nobody, since the
+    /// gate was put up.
+    pub lost: u64,
 }
 
 /// A call that the lease gate refused.
@@ -236,7 +241,8 @@ pub struct GateView {
 pub struct RefusedCall {
     /// When, nanoseconds on CLOCK_BOOTTIME.
     pub boot_ns: u64,
-    /// The deadline that had passed; 0 where the lease was lost before it.
+    /// The deadline that had passed, or when the lease was lost before it, nanoseconds on
+    /// CLOCK_BOOTTIME; 0: not known. Ahead of `boot_ns` where a mapping was denied under a good lease.
     pub deadline: u64,
     /// The session's generation then.
     pub generation: u64,

@@ -1,6 +1,7 @@
 //! The lease gate: the kernel compares each write with the lease, whoever is alive.
 #![allow(unsafe_code)]
 
+mod adopt;
 mod beside;
 mod queues;
 mod stamps;
@@ -24,6 +25,12 @@ use crate::agent_process::{Host, has, id_of, path_of};
 use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
+    let mut all = own();
+    all.extend(adopt::tests());
+    all
+}
+
+fn own() -> Vec<Test> {
     vec![
         Test { name: "each_way_to_change_a_file", run: |place| ways::each(&Scene::new(place)) },
         Test { name: "no_write_begins_after_the_deadline", run: deadlines },

@@ -1,6 +1,7 @@
 //! The lease gate: the kernel compares each write with the lease, whoever is alive.
 #![allow(unsafe_code)]
 
+mod adopt;
 mod behind;
 mod beside;
 mod queues;
@@ -26,7 +27,7 @@ use crate::agent_process::{Host, has, id_of, path_of};
 use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
-    [own(), refusals::tests(), behind::tests()].into_iter().flatten().collect()
+    [own(), adopt::tests(), refusals::tests(), behind::tests()].into_iter().flatten().collect()
 }
 
 fn own() -> Vec<Test> {

@@ -23,14 +23,27 @@ use crate::model::time::BootNs;
 use crate::model::view::{GateView, RefusedCall};
 use crate::store::Durability;
 
-/// The gate, or why there is none.
+/// The gate as far as there is one, whoever put it up.
 pub(super) struct HostGate {
-    gate: Mutex<Result<Arc<Gate>, String>>,
-    /// The host can have it: it is put up again should it go.
-    wanted: bool,
+    up: Mutex<Up>,
+    wish: GateUse,
+    adopting: Mutex<()>,
     losses: Mutex<Losses>,
     /// This agent is the one that is told of refusals.
     told: AtomicBool,
+}
+
+/// What stands of it.
+#[derive(Clone, Default)]
+struct Up {
+    /// What can be renewed, shut and left.
+    gate: Option<Arc<Gate>>,
+    /// Why it is not this agent's own: no programs of it are attached. Entries of an older one go on.
+    why: Option<String>,
+    /// It is no business of this agent's any more: who has a lease is let out of it.
+    frees: bool,
+    /// It is looked for again while it does not stand.
+    wanted: bool,
 }
 
 /// What became of the gate's count of refusals that reached nobody.
@@ -45,35 +58,86 @@ struct Losses {
     said: Option<BootNs>,
 }
 
+impl Up {
+    /// Adopts what stands, or puts it up. Where it cannot be told what stands, `known` is kept.
+    fn find(wish: GateUse, known: &Self) -> Self {
+        let raised = match wish {
+            GateUse::Use => Gate::raise().map_err(|fault| gate::why(&fault)),
+            GateUse::Off => Err("it is switched off (fence.gate = \"off\")".to_owned()),
+        };
+        let why = match raised {
+            Ok(gate) => {
+                return Self { gate: Some(Arc::new(gate)), wanted: true, ..Self::default() };
+            }
+            Err(why) => why,
+        };
+        // Programs that are attached go on comparing: somebody has to move their deadlines.
+        let (gate, wanted) = match Gate::adopt() {
+            Ok(gate) => (gate.map(Arc::new), known.wanted && wish == GateUse::Use),
+            Err(fault) => {
+                tracing::error!("what is pinned of the lease gate cannot be used: {}", text(fault));
+                (known.gate.clone(), true)
+            }
+        };
+        let frees = wish == GateUse::Off || gate::is_clock_shifted();
+        Self { gate, why: Some(why), frees, wanted }
+    }
+
+    /// The gate, if new overlays are entered.
+    fn takes(&self) -> Option<&Arc<Gate>> {
+        self.gate.as_ref().filter(|gate| !self.frees && gate.takes())
+    }
+
+    /// Whether it is there as it was found.
+    fn stands(&self) -> bool {
+        match &self.gate {
+            Some(gate) if self.wanted => gate.stands(),
+            // A part of it may have been gone before.
+            Some(gate) => gate.is_pinned(),
+            None => !self.wanted,
+        }
+    }
+
+    fn tell(&self) {
+        let missing = self.gate.as_ref().map(|gate| gate.missing().join(", "));
+        match (missing.as_deref(), &self.why) {
+            (Some(""), None) => tracing::info!("the lease gate is complete"),
+            (Some(missing), None) => tracing::warn!("the lease gate misses {missing}"),
+            (None, why) => tracing::info!("no lease gate: {}", why.as_deref().unwrap_or_default()),
+            (Some(_), Some(why)) => {
+                tracing::warn!("the lease gate goes on as an earlier agent put it up: {why}");
+            }
+        }
+    }
+}
+
 impl HostGate {
     /// Adopts what stands, or puts it up.
     pub(super) fn raise(wish: GateUse) -> Self {
-        let gate = match wish {
-            GateUse::Use => Gate::raise().map(Arc::new).map_err(|fault| gate::why(&fault)),
-            GateUse::Off => Err("it is switched off (fence.gate = \"off\")".to_owned()),
-        };
-        match &gate {
-            Ok(gate) if gate.missing().is_empty() => tracing::info!("the lease gate is complete"),
-            Ok(gate) => tracing::warn!("the lease gate misses {}", gate.missing().join(", ")),
-            Err(why) => tracing::info!("no lease gate: {why}"),
-        }
+        let up = Up::find(wish, &Up::default());
+        up.tell();
         Self {
-            wanted: gate.is_ok(),
-            gate: Mutex::new(gate),
+            up: Mutex::new(up),
+            wish,
+            adopting: Mutex::default(),
             losses: Mutex::default(),
             told: AtomicBool::new(false),
         }
     }
 
-    fn get(&self) -> Result<Arc<Gate>, String> {
-        self.gate.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn up(&self) -> Up {
+        self.up.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn get(&self) -> Option<Arc<Gate>> {
+        self.up().gate
     }
 
     /// Puts it up again, once somebody took it away.
-    fn again(&self) -> Result<Arc<Gate>, String> {
-        let gate = Gate::raise().map(Arc::new).map_err(|fault| gate::why(&fault));
-        self.gate.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&gate);
-        gate
+    fn again(&self) -> Up {
+        let found = Up::find(self.wish, &self.up());
+        self.up.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&found);
+        found
     }
 }
 
@@ -93,54 +157,92 @@ const RECORD: Duration = Duration::from_secs(60);
 impl Host {
     /// Enters a new overlay, before a path leads to it. It is shut until its deadline is set.
     pub(super) fn gate_enter(&self, slot: &Slot, root: &OwnedFd) {
-        let Ok(gate) = self.gate.get() else { return };
+        let up = self.gate.up();
+        let Some(gate) = up.takes() else { return };
         let generation = slot.lock().session.generation;
         let entered = gate.enter(root, slot.id, generation).or_else(|first| {
+            if up.stands() {
+                return Err(first);
+            }
             tracing::warn!(OVERFENCE_SESSION = %slot.id, "{}; putting it up again", text(first));
-            let gate =
-                self.gate.again().map_err(|reason| crate::kernel::Error::NoGate { reason })?;
-            gate.enter(root, slot.id, generation)
+            let up = self.gate_again();
+            let none =
+                || crate::kernel::Error::NoGate { reason: up.why.clone().unwrap_or_default() };
+            up.takes().ok_or_else(none)?.enter(root, slot.id, generation)
         });
-        match entered {
-            Ok(entry) => {
-                if self.config.fence.shared_mappings == SharedMappings::Deny {
-                    entry.deny_shared();
-                }
-                let mut inner = slot.lock();
-                inner.gate = Some(entry);
-                self.gate_follow(&inner, inner.deadline().0);
-            }
-            Err(fault) => {
-                tracing::error!(OVERFENCE_SESSION = %slot.id, OVERFENCE_WORKSPACE = %slot.workspace, "{}", text(fault));
-            }
-        }
+        let mut inner = slot.lock();
+        self.gate_put(&mut inner, entered.map_err(text));
+        self.gate_follow(&inner, inner.deadline().0);
     }
 
-    /// Finds the entry of an overlay that is mounted already. One that has none is entered now: what
-    /// was mapped before that is not known.
+    /// Finds the entry of an overlay that is mounted already. One that has none is entered now, as far
+    /// as it can be.
     pub(super) fn gate_adopt(&self, slot: &Slot, root: &OwnedFd) {
-        let Ok(gate) = self.gate.get() else { return };
+        // Two would enter it twice. The slot is not locked: others may have to be waited for.
+        let _one = self.gate.adopting.lock().unwrap_or_else(PoisonError::into_inner);
+        let up = self.gate.up();
+        let Some(gate) = &up.gate else { return };
+        let (id, generation, holds, deadline) = {
+            let inner = slot.lock();
+            let holds = inner.session.holds_lease();
+            let deadline = if holds { inner.deadline().0 } else { BootNs(0) };
+            (slot.id, inner.session.generation, holds, deadline)
+        };
+        let found = match gate.find(root, id) {
+            // Of one that is stopped it stays, shut, until its overlay is dead.
+            Ok(Some(entry)) if up.frees && holds => match gate.leave(&entry) {
+                Ok(()) => Ok(None),
+                Err(fault) => {
+                    tracing::error!(OVERFENCE_SESSION = %id, "{}", text(fault));
+                    Ok(Some(entry))
+                }
+            },
+            Ok(None) => match up.takes() {
+                Some(gate) => gate.enter_live(root, id, generation, deadline).map(Some),
+                None => Ok(None),
+            },
+            found => found,
+        };
         let mut inner = slot.lock();
-        let (id, generation) = (slot.id, inner.session.generation);
-        let found = gate.find(root, id).and_then(|found| match found {
-            Some(entry) => Ok(entry),
-            None => gate.enter(root, id, generation).inspect(Entry::assume_shared),
-        });
-        match found {
-            Ok(entry) => inner.gate = Some(entry),
-            Err(fault) => {
-                tracing::error!(OVERFENCE_SESSION = %id, OVERFENCE_WORKSPACE = %slot.workspace, "{}", text(fault));
-            }
+        match found.map_err(text).transpose() {
+            Some(entry) => self.gate_put(&mut inner, entry),
+            None => drop(self.gate_drop(&mut inner)),
         }
+        // As it is by now.
         match inner.session.holds_lease() {
             true => self.gate_follow(&inner, inner.deadline().0),
             false => self.gate_shut(&inner),
         }
     }
 
+    /// What a session has of the gate from now on, or why it has nothing.
+    fn gate_put(&self, inner: &mut Inner, entry: Result<Entry, String>) {
+        self.gate_drop(inner);
+        match entry {
+            Ok(entry) => {
+                entry.deny_shared(self.config.fence.shared_mappings == SharedMappings::Deny);
+                inner.gate = Some(entry);
+            }
+            Err(why) => {
+                let s = &inner.session;
+                tracing::error!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "{why}");
+                inner.gate_absent = Some(why);
+            }
+        }
+    }
+
+    /// Another entry counts from its own beginning.
+    fn gate_drop(&self, inner: &mut Inner) -> Option<Entry> {
+        self.gate_count(inner);
+        inner.refused.counted = [0; 8];
+        inner.gate_absent = None;
+        inner.gate.take()
+    }
+
     /// The deadline that the kernel compares with follows the lease's.
     pub(super) fn gate_follow(&self, inner: &Inner, deadline: BootNs) {
         if let Some(entry) = inner.gate.as_ref().filter(|_| inner.session.holds_lease()) {
+            let deadline = if self.gate.up().frees { BootNs(u64::MAX) } else { deadline };
             entry.open(inner.session.generation, deadline);
         }
     }
@@ -156,13 +258,10 @@ impl Host {
 
     /// Removes the entry of a session whose superblock is dead.
     pub(super) fn gate_leave(&self, slot: &Slot) -> Result<(), String> {
-        let Ok(gate) = self.gate.get() else { return Ok(()) };
-        let held = {
-            let mut inner = slot.lock();
-            self.gate_count(&mut inner);
-            inner.gate.take()
-        };
-        match held.or_else(|| gate.find_by_id(slot.id)) {
+        let Some(gate) = self.gate.get() else { return Ok(()) };
+        let held = self.gate_drop(&mut slot.lock());
+        // Of a gate that was taken away there is nothing to remove.
+        match held.filter(|held| held.map() == gate.map()).or_else(|| gate.find_by_id(slot.id)) {
             Some(entry) => gate.leave(&entry).map_err(text),
             None => Ok(()),
         }
@@ -170,19 +269,37 @@ impl Host {
 
     /// Somebody may have taken it away: it is put up again, and each overlay looked for in it anew.
     pub(super) fn gate_look(&self) {
-        let stands = self.gate.get().is_ok_and(|gate| gate.stands());
-        if stands || !self.gate.wanted || self.draining() {
+        if self.draining() {
             return;
         }
-        match self.gate.again() {
-            Ok(_) => tracing::error!("the lease gate was taken away by somebody; it is up again"),
-            Err(why) => tracing::error!("the lease gate was taken away by somebody: {why}"),
+        if !self.gate.up().stands() {
+            match self.gate_again().why {
+                None => {
+                    tracing::error!("the lease gate was taken away by somebody; it is up again")
+                }
+                Some(why) => tracing::error!("the lease gate was taken away by somebody: {why}"),
+            }
         }
+        // Also those that were being opened meanwhile.
+        self.gate_move(false);
+    }
+
+    fn gate_again(&self) -> Up {
+        let had = self.gate.get().is_some();
+        let up = self.gate.again();
+        self.gate_move(!had);
+        up
+    }
+
+    /// No entry is left in a gate that was taken away: its programs are gone. With `all` those that
+    /// have none are looked for, too.
+    fn gate_move(&self, all: bool) {
+        let Some(gate) = self.gate.get() else { return };
         for slot in self.slots() {
             let mounted = {
-                let mut inner = slot.lock();
-                inner.gate = None;
-                inner.mounted.clone()
+                let inner = slot.lock();
+                let stale = inner.gate.as_ref().map_or(all, |entry| entry.map() != gate.map());
+                inner.mounted.clone().filter(|_| stale)
             };
             if let Some(mounted) = mounted {
                 self.gate_adopt(&slot, &mounted.root);
@@ -192,7 +309,7 @@ impl Host {
 
     /// Takes the gate away, if no session of anybody needs it.
     pub(super) fn gate_lower(&self) {
-        let Ok(gate) = self.gate.get() else { return };
+        let Some(gate) = self.gate.get() else { return };
         match gate.lower() {
             Ok(true) => tracing::info!("the lease gate is taken away"),
             Ok(false) => tracing::info!("the lease gate stays: a session needs it"),
@@ -203,23 +320,28 @@ impl Host {
     /// What is shown of it.
     pub(super) fn gate_view(&self, inner: &Inner) -> GateView {
         let absent = |why| GateView { state: "absent".to_owned(), why, ..GateView::default() };
-        match (self.gate.get(), &inner.gate) {
-            (Err(why), _) => absent(Some(why)),
-            (Ok(_), None) => absent(Some("it has no overlay in the gate".to_owned())),
-            (Ok(gate), Some(entry)) => {
-                let missing = gate.missing();
-                let refused = entry.refused().into_iter().filter(|(_, n)| *n > 0);
-                GateView {
-                    state: if missing.is_empty() { "complete" } else { "partial" }.to_owned(),
-                    missing: missing.into_iter().map(str::to_owned).collect(),
-                    why: None,
-                    shared_mappings: entry.shared(),
-                    refused: refused.map(|(row, n)| (row.to_owned(), n)).collect(),
-                    last: inner.refused.last.clone(),
-                    told: self.gate.told.load(Ordering::Relaxed),
-                    lost: gate.lost(),
-                }
+        let up = self.gate.up();
+        let (gate, entry) = match (&up.gate, &inner.gate) {
+            (Some(gate), Some(entry)) if gate.map() == entry.map() => (gate, entry),
+            (_, Some(_)) => {
+                return absent(Some("what it was entered in was taken away".to_owned()));
             }
+            (_, None) => {
+                let why = inner.gate_absent.clone().or(up.why);
+                return absent(why.or_else(|| Some("it has no overlay in the gate".to_owned())));
+            }
+        };
+        let missing = gate.missing();
+        let refused = entry.refused().into_iter().filter(|(_, n)| *n > 0);
+        GateView {
+            state: if missing.is_empty() { "complete" } else { "partial" }.to_owned(),
+            missing: missing.into_iter().map(str::to_owned).collect(),
+            why: up.why,
+            shared_mappings: entry.shared(),
+            refused: refused.map(|(row, n)| (row.to_owned(), n)).collect(),
+            last: inner.refused.last.clone(),
+            told: self.gate.told.load(Ordering::Relaxed),
+            lost: gate.lost(),
         }
     }
 
@@ -235,10 +357,10 @@ impl Host {
     /// Brings the metrics up to how many refusals reached nobody: all since the gate was put up, also
     /// before this agent. The log has it now and then.
     pub(super) fn gate_count_lost(&self) {
-        let Ok(gate) = self.gate.get() else { return };
+        let Some(gate) = self.gate.get() else { return };
         let mut losses = self.gate.losses.lock().unwrap_or_else(PoisonError::into_inner);
-        if losses.maps != gate.maps() {
-            (losses.maps, losses.counted) = (gate.maps(), 0);
+        if losses.maps != gate.map() {
+            (losses.maps, losses.counted) = (gate.map(), 0);
         }
         let more = gate.lost().saturating_sub(losses.counted);
         losses.counted += more;
@@ -306,7 +428,7 @@ impl Host {
         let read_only = inner.session.facts.has(Fact::ReadOnly)
             && overlay::is_read_only(&mounted.root).map_err(text)?;
         let refused = match read_only {
-            true => self.gate.get().is_ok_and(|gate| gate.stands()),
+            true => self.gate.get().is_some_and(|gate| gate.stands()),
             false => entry.prove(&mounted.root).map_err(text)?.is_some(),
         };
         match refused {
@@ -316,8 +438,10 @@ impl Host {
     }
 
     fn gate_alone(&self, inner: &Inner) -> bool {
-        let whole = self.gate.get().is_ok_and(|gate| gate.missing().is_empty());
-        whole && inner.gate.as_ref().is_some_and(|entry| !entry.shared())
+        let Some(gate) = self.gate.get().filter(|gate| gate.missing().is_empty()) else {
+            return false;
+        };
+        inner.gate.as_ref().is_some_and(|entry| entry.map() == gate.map() && !entry.shared())
     }
 
     /// Asks for the proof that a lost session's writes are refused.
@@ -365,7 +489,7 @@ pub(super) fn run(host: &Arc<Host>) -> crate::kernel::Result<()> {
     let mut reading: Option<(Arc<Gate>, Refusals)> = None;
     while !host.stopping() {
         // Somebody took it away: it is put up again by a sweep.
-        let Ok(gate) = host.gate.get() else {
+        let Some(gate) = host.gate.get() else {
             drop(reading.take());
             host.gate.told.store(false, Ordering::Relaxed);
             std::thread::sleep(PATIENCE);

@@ -71,6 +71,8 @@ pub struct Inner {
     pub building: bool,
     /// Its entry in the lease gate, where there is one.
     pub gate: Option<crate::kernel::gate::Entry>,
+    /// Why it has none, where one was tried.
+    pub gate_absent: Option<String>,
     /// What the gate refused of it.
     pub refused: super::gate::Refused,
     /// Device of the overlay's superblock, known also after it was unmounted here.
@@ -226,6 +228,7 @@ impl Slot {
                 cgroup: None,
                 mounted: None,
                 gate: None,
+                gate_absent: None,
                 refused: super::gate::Refused::default(),
                 s_dev: None,
                 building: false,

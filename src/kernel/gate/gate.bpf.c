@@ -5,7 +5,8 @@
 // Nothing here decides anything else: overlays that are not entered, and all other file systems, are
 // none of its business.
 //
-// `layout.rs` says the same of `struct entry`; whoever changes one of them raises LAYOUT there.
+// `layout.rs` says the same of `struct entry`; whoever changes one of them raises LAYOUT there, and
+// only appends: agents of other versions write into entries of ours.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -315,8 +316,10 @@ HOOK(mmap_file, mmap_file)
         refuse(entry, file->f_inode, MAPPING);
         return -EACCES;
     }
-    // Noted before it is decided: who reads the note after the deadline misses none.
-    *(volatile u32 *)&entry->shared = 1;
+    // Noted before it is decided, with a full barrier between: who moves the deadline and then reads the
+    // note misses none. An exchange is one on every processor, a store or an atomic without an answer
+    // is not.
+    __sync_lock_test_and_set(&entry->shared, 1);
     return over(entry) ? refuse(entry, file->f_inode, MAPPING) : 0;
 }
 

@@ -1,5 +1,9 @@
 //! The entries as the programs and every agent of this layout see them: a BPF array that both map.
 //! Whoever changes `struct entry` in `gate.bpf.c` changes it here, and raises [`LAYOUT`].
+//!
+//! A later layout only appends to an entry, and keeps the names of the maps, the header, and what each
+//! field says: so every version can renew, shut and remove what another one entered. One that cannot
+//! keep to that has another [`MAGIC`]. How long and how many its entries are, the kernel says.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -8,13 +12,13 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::hooks::Row;
 use crate::model::ids::SessionId;
+use crate::model::time::BootNs;
 
 /// The layout of the maps and of their names below bpffs.
 pub(super) const LAYOUT: u32 = 2;
-/// Entries; the first is the header.
-pub(super) const ENTRIES: u32 = 16384;
 const MAGIC: u64 = u64::from_le_bytes(*b"ovf-gate");
-const SIZE: usize = ENTRIES as usize * size_of::<Raw>();
+/// The programs count time in units of two to the power of this, nanoseconds, when they tell.
+const TELL: u32 = 27;
 
 /// A wish: no writable shared mapping, whatever the lease says.
 pub(super) const DENY_SHARED: u32 = 1;
@@ -37,6 +41,7 @@ pub(super) struct Raw {
     pub shared: AtomicU32,
     /// When a refusal was told last, as the programs count.
     told: AtomicU32,
+    /// Whose it is.
     session: [AtomicU64; 2],
     /// The overlay's, as the programs met it; [`DEAD`] after its death.
     superblock: AtomicU64,
@@ -54,6 +59,16 @@ impl Raw {
     /// Whether an overlay lives, or may live, that it is for.
     pub(super) fn is_needed(&self) -> bool {
         self.dev.load(Ordering::SeqCst) != 0 && self.superblock.load(Ordering::SeqCst) != DEAD
+    }
+
+    /// Whether a call met the overlay, so that the programs know it by this entry.
+    pub(super) fn is_met(&self) -> bool {
+        ![0, DEAD].contains(&self.superblock.load(Ordering::SeqCst))
+    }
+
+    /// What is refused in this instant is counted and not told.
+    pub(super) fn hush(&self, now: BootNs) {
+        self.told.store((now.0 >> TELL & 0xffff_ffff) as u32, Ordering::SeqCst);
     }
 
     /// Whatever was in it, nothing is let through from now on.
@@ -79,7 +94,12 @@ pub(super) fn words(session: SessionId) -> [u64; 2] {
 }
 
 /// The array, mapped.
-pub(super) struct Table(*const Raw);
+pub(super) struct Table {
+    start: *const u8,
+    /// Bytes from one entry to the next, and how many there are, with the header.
+    stride: usize,
+    count: u32,
+}
 
 // SAFETY: the mapping is process-wide, lives until drop, and is reached only through atomics.
 unsafe impl Send for Table {}
@@ -87,37 +107,44 @@ unsafe impl Send for Table {}
 unsafe impl Sync for Table {}
 
 impl Table {
-    /// `map` is the array; the kernel refuses what is longer than it.
-    pub(super) fn new(map: impl AsFd) -> rustix::io::Result<Self> {
+    /// `map` is the array, of so many entries of so many bytes; the kernel refuses what is longer than
+    /// it. `None`: no such entries are ours.
+    pub(super) fn new(map: impl AsFd, stride: u32, count: u32) -> rustix::io::Result<Option<Self>> {
+        let (stride, align) = (stride as usize, align_of::<Raw>());
+        if stride < size_of::<Raw>() || !stride.is_multiple_of(align) || count < 2 {
+            return Ok(None);
+        }
         let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let (null, size) = (std::ptr::null_mut(), stride * count as usize);
         // SAFETY: a fresh mapping at an address of the kernel's choice; a BPF array never shrinks.
-        let start = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), SIZE, prot, MapFlags::SHARED, map, 0)
-        }?;
-        Ok(Self(start.cast_const().cast()))
-    }
-
-    fn all(&self) -> &[Raw] {
-        // SAFETY: page-aligned, SIZE bytes long, and alive as long as self. Atomics may change under
-        // a shared reference, also by programs and other processes; all of Raw is atomics.
-        unsafe { std::slice::from_raw_parts(self.0, ENTRIES as usize) }
+        let start = unsafe { rustix::mm::mmap(null, size, prot, MapFlags::SHARED, map, 0) }?;
+        Ok(Some(Self { start: start.cast_const().cast(), stride, count }))
     }
 
     /// An entry; the header for one that is out of range, which no map holds.
     pub(super) fn at(&self, index: u32) -> &Raw {
-        let all = self.all();
-        all.get(index as usize).unwrap_or(&all[0])
+        let index = if index < self.count { index as usize } else { 0 };
+        // SAFETY: within the mapping, which is page-aligned, `count` times `stride` bytes long, and
+        // alive as long as self; `stride` keeps the alignment and holds a Raw. Atomics may change
+        // under a shared reference, also by programs and other processes; all of Raw is atomics.
+        unsafe { &*self.start.add(index * self.stride).cast() }
     }
 
     /// The entries, without the header.
     pub(super) fn entries(&self) -> impl Iterator<Item = (u32, &Raw)> {
-        (1..).zip(&self.all()[1..])
+        (1..self.count).map(|at| (at, self.at(at)))
     }
 
     /// The entries that were ever taken, without the header.
     pub(super) fn used(&self) -> impl Iterator<Item = (u32, &Raw)> {
         let last = self.at(0).shared.load(Ordering::SeqCst);
         self.entries().take_while(move |(at, _)| *at <= last)
+    }
+
+    /// An entry for another overlay: one that is free, or, when none is, one whose overlay is dead.
+    pub(super) fn free(&self) -> Option<(u32, &Raw)> {
+        let free = self.entries().find(|(_, raw)| raw.dev.load(Ordering::SeqCst) == 0);
+        free.or_else(|| self.entries().find(|(_, raw)| !raw.is_needed()))
     }
 
     /// How many refusals reached nobody: the programs count what the ring had no room for, and agents
@@ -141,11 +168,10 @@ impl Table {
         header.deadline.store(MAGIC, Ordering::SeqCst);
     }
 
-    /// The header, if it is one of this layout.
+    /// The header, if it is one of ours, of whatever layout.
     pub(super) fn header(&self) -> Option<Header> {
         let header = self.at(0);
-        let known = header.deadline.load(Ordering::SeqCst) == MAGIC
-            && header.generation.load(Ordering::Relaxed) == u64::from(LAYOUT);
+        let known = header.deadline.load(Ordering::SeqCst) == MAGIC;
         let bits = header.newest.load(Ordering::Relaxed);
         let missing = Row::ALL.into_iter().filter(|row| bits & 1 << *row as u64 != 0).collect();
         let pins = header.root_ino.load(Ordering::Relaxed);
@@ -163,7 +189,71 @@ pub(super) struct Header {
 
 impl Drop for Table {
     fn drop(&mut self) {
+        let size = self.stride * self.count as usize;
         // SAFETY: exactly what mmap gave; no reference to it outlives self.
-        let _ = unsafe { rustix::mm::munmap(self.0.cast_mut().cast(), SIZE) };
+        let _ = unsafe { rustix::mm::munmap(self.start.cast_mut().cast(), size) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An array that is not the kernel's.
+    fn table(stride: u32, count: u32) -> Option<Table> {
+        let flags = rustix::fs::MemfdFlags::CLOEXEC;
+        let memory = rustix::fs::memfd_create("table", flags).unwrap();
+        rustix::fs::ftruncate(&memory, u64::from(stride) * u64::from(count)).unwrap();
+        Table::new(memory, stride, count).unwrap()
+    }
+
+    #[test]
+    fn longer_entries_of_a_later_layout_are_ours_too() {
+        assert!(table(128, 4).is_none(), "shorter than ours");
+        assert!(table(140, 4).is_none(), "not aligned");
+        assert!(table(136, 1).is_none(), "a header alone");
+        let table = table(152, 4).unwrap();
+        assert!(table.header().is_none());
+        table.sign(&[Row::Acl], 28);
+        let header = table.header().unwrap();
+        assert_eq!((header.missing, header.pins), (vec![Row::Acl], 28));
+        let id = SessionId::fresh();
+        table.at(3).shut(7, 42, id);
+        // SAFETY: within the mapping.
+        let third =
+            unsafe { std::slice::from_raw_parts(table.start.add(3 * 152).cast::<u64>(), 8) };
+        assert_eq!([third[1], third[3]], [7, 42]);
+        assert_eq!(third[6..8], words(id));
+        assert_eq!(table.entries().map(|(at, _)| at).collect::<Vec<_>>(), [1, 2, 3]);
+        assert!(std::ptr::eq(table.at(4), table.at(0)), "what no map holds is the header");
+    }
+
+    #[test]
+    fn an_entry_is_free_or_at_last_of_a_dead_overlay() {
+        let table = table(136, 4).unwrap();
+        let free = || table.free().map(|(at, _)| at);
+        assert_eq!(free(), Some(1));
+        for (at, raw) in table.entries() {
+            raw.dev.store(at, Ordering::SeqCst);
+        }
+        assert_eq!(free(), None);
+        table.at(2).superblock.store(0xffff_8880_0000_0000, Ordering::SeqCst);
+        assert!(table.at(2).is_met());
+        assert_eq!(free(), None);
+        table.at(2).superblock.store(DEAD, Ordering::SeqCst);
+        assert!(!table.at(2).is_met());
+        assert_eq!(free(), Some(2));
+        table.at(3).dev.store(0, Ordering::SeqCst);
+        assert_eq!(free(), Some(3), "one that is free comes first");
+    }
+
+    #[test]
+    fn what_is_hushed_counts_as_told_in_this_instant() {
+        let table = table(136, 2).unwrap();
+        table.at(1).hush(BootNs(5 << 27 | 77));
+        assert_eq!(table.at(1).told.load(Ordering::SeqCst), 5);
+        // As the programs cut it to 32 bits.
+        table.at(1).hush(BootNs((1 << 32 | 9) << 27));
+        assert_eq!(table.at(1).told.load(Ordering::SeqCst), 9);
     }
 }

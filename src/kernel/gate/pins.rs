@@ -4,24 +4,24 @@
 use std::ffi::OsString;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use aya::maps::{HashMap, Map, MapData};
 use aya::programs::Lsm;
 use aya::{Btf, Ebpf, EbpfLoader};
 use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
 use sha2::Digest as _;
 
+use super::ground::{self, BPFFS};
 use super::hooks::{self, Plan, Row};
 use super::layout::{LAYOUT, Table};
 use super::{Devices, btf};
 use crate::failpoint;
+use crate::kernel::clock;
 
-/// Where the kernel's own file system for them is mounted, by systemd for one.
-const BPFFS: &str = "/sys/fs/bpf";
-const BPFFS_MAGIC: u64 = 0xcafe_4a11;
 const OURS: &str = "overfence";
 const VMLINUX: &str = "/sys/kernel/btf/vmlinux";
-const SECURITY: &str = "/sys/kernel/security/lsm";
 
 /// The programs; empty when they could not be compiled.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/gate.o"));
@@ -63,42 +63,59 @@ pub(super) struct Turn {
     _lock: OwnedFd,
 }
 
+/// How long a turn is waited for, and how often it is asked for: there is no flock with a deadline.
+const PATIENCE: Duration = Duration::from_secs(10);
+const ROUND: Duration = Duration::from_millis(5);
+
 impl Turn {
+    /// Whoever has it may be stopped: nobody waits for that without end.
     pub(super) fn take() -> Result<Self, Why> {
-        let open = || -> rustix::io::Result<OwnedFd> {
-            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            let bpffs = rustix::fs::open(BPFFS, flags, Mode::empty())?;
-            rustix::fs::flock(&bpffs, FlockOperation::LockExclusive)?;
-            Ok(bpffs)
-        };
-        let lock = open().map_err(|e| format!("cannot lock {BPFFS}: {e}"))?;
-        Ok(Self { _lock: lock })
+        let fault = |e| format!("cannot lock {BPFFS}: {e}");
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let lock = rustix::fs::open(BPFFS, flags, Mode::empty()).map_err(fault)?;
+        let until = clock::now().plus(PATIENCE);
+        loop {
+            match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(Self { _lock: lock }),
+                Err(Errno::WOULDBLOCK) if clock::now() < until => std::thread::sleep(ROUND),
+                Err(Errno::WOULDBLOCK) => {
+                    return Err(format!(
+                        "another agent has had the lock on {BPFFS} for {} s (lslocks names it: let it \
+                         go on, or end it)",
+                        PATIENCE.as_secs()
+                    ));
+                }
+                Err(Errno::INTR) => {}
+                Err(e) => return Err(fault(e)),
+            }
+        }
     }
 }
 
-/// What this host has that the gate stands on; the reason if it has not.
+/// What this host and this binary have that the gate stands on; the reason if they have not.
 pub(super) fn ground() -> Result<(), Why> {
     if OBJECT.is_empty() {
         return Err("this overfence was built without clang".to_owned());
     }
-    let list =
-        std::fs::read_to_string(SECURITY).map_err(|e| format!("cannot read {SECURITY}: {e}"))?;
-    if !list.split(',').any(|lsm| lsm.trim() == "bpf") {
-        return Err(format!("no BPF LSM: {} (boot with lsm=...,bpf)", list.trim()));
-    }
-    let bpffs = rustix::fs::statfs(BPFFS).map(|fs| fs.f_type as u64 & 0xffff_ffff);
-    match bpffs {
-        Ok(BPFFS_MAGIC) => Ok(()),
-        Ok(_) => Err(format!("no bpf file system at {BPFFS} (mount -t bpf bpf {BPFFS})")),
-        Err(e) => Err(format!("{BPFFS}: {e}")),
+    ground::ask()?;
+    let known = layout_name();
+    match names_in(&ours())?.into_iter().find(|name| *name != *known) {
+        None => Ok(()),
+        // They guard sessions of an agent that is of it.
+        Some(other) => Err(format!(
+            "{} is of another version of overfence and stays as it is; drain the host, or go back to \
+             that one",
+            ours().join(other).display()
+        )),
     }
 }
 
 /// What there is to work with.
-pub(super) struct Raised {
+pub(super) struct Pinned {
+    /// Where it is pinned.
+    pub dir: PathBuf,
     pub table: Table,
     pub devices: Devices,
-    pub missing: Vec<Row>,
     /// The kernel's number of the entries' map.
     pub id: u32,
 }
@@ -107,8 +124,12 @@ fn ours() -> PathBuf {
     Path::new(BPFFS).join(OURS)
 }
 
-fn layout_dir() -> PathBuf {
-    ours().join(format!("layout-{LAYOUT}"))
+fn layout_name() -> String {
+    format!("layout-{LAYOUT}")
+}
+
+pub(super) fn layout_dir() -> PathBuf {
+    ours().join(layout_name())
 }
 
 /// The name of a set of programs: other programs have another one.
@@ -126,79 +147,111 @@ fn names_in(dir: &Path) -> Result<Vec<OsString>, Why> {
     }
 }
 
-/// Adopts what is pinned, or loads and attaches it. Programs of a layout that is not ours stay as they
-/// are: they guard sessions of an agent that is.
-pub(super) fn raise(_turn: &Turn) -> Result<Raised, Why> {
-    ground()?;
-    let dir = layout_dir();
-    let known = dir.file_name().unwrap_or_default();
-    if let Some(other) = names_in(&ours())?.into_iter().find(|name| name != known) {
-        return Err(format!(
-            "{} is of another version of overfence and stays as it is; drain the host with that one, \
-             or go back to it",
-            ours().join(other).display()
-        ));
+/// Opens the maps that are pinned, of this layout or another one, whoever's programs are on them and
+/// whether others could be attached or not. `None`: there are none.
+pub(super) fn adopt() -> Result<Option<Pinned>, Why> {
+    if !ground::is_pinnable() {
+        return Ok(None);
     }
-    let set = dir.join(set_name());
-    if set.exists() {
-        let (table, devices) = pinned_maps(&dir)?;
-        match table.header() {
-            Some(header) if header.pins == names_in(&set)?.len() as u64 => {
-                let missing = header.missing;
-                return Ok(Raised { table, devices, missing, id: map_id()? });
-            }
-            // Somebody took a part of it away: what is left goes on until the same is attached again.
-            Some(_) => {
-                let broken = dir.join("broken");
-                remove_tree(&broken)?;
-                std::fs::rename(&set, &broken).map_err(at("rename", &set))?;
-            }
-            None => {
-                return Err(format!("{} has no header of ours", dir.join("entries").display()));
-            }
+    let own = layout_dir();
+    let mut dirs: Vec<_> = names_in(&ours())?.into_iter().map(|name| ours().join(name)).collect();
+    dirs.sort_by_key(|dir| *dir != own);
+    let mut fault = None;
+    for dir in dirs.into_iter().filter(|dir| dir.join("entries").exists()) {
+        match maps(&dir).and_then(signed) {
+            Ok(pinned) => return Ok(Some(pinned)),
+            Err(why) => fault = fault.or(Some(why)),
         }
     }
-    let raised = attach(&dir, &set)?;
-    for other in names_in(&dir)? {
+    fault.map_or(Ok(None), Err)
+}
+
+/// Adopts what is pinned, or loads and attaches it.
+pub(super) fn raise(_turn: &Turn) -> Result<Pinned, Why> {
+    ground()?;
+    let dir = layout_dir();
+    let set = dir.join(set_name());
+    if set.exists() {
+        let pinned = signed(maps(&dir)?)?;
+        if is_whole(&pinned.table, &set)? {
+            remove_others(&dir, &set)?;
+            return Ok(pinned);
+        }
+        // Somebody took a part of it away: what is left goes on until the same is attached again.
+        let broken = dir.join("broken");
+        remove_tree(&broken)?;
+        std::fs::rename(&set, &broken).map_err(at("rename", &set))?;
+    }
+    let pinned = attach(&dir, &set)?;
+    remove_others(&dir, &set)?;
+    Ok(pinned)
+}
+
+/// Whether all files are there that were pinned for a set.
+fn is_whole(table: &Table, set: &Path) -> Result<bool, Why> {
+    let pins = names_in(set)?.len() as u64;
+    Ok(table.header().is_some_and(|header| header.pins == pins))
+}
+
+/// Sets of another version, on the same maps, or of a load that was cut off, or whose end was.
+fn remove_others(dir: &Path, set: &Path) -> Result<(), Why> {
+    for other in names_in(dir)? {
         let path = dir.join(&other);
-        // Of another version, on the same maps, or of a load that was cut off.
         if path.is_dir() && path != set {
             failpoint::fails("gate.detach.before").map_err(|e| e.to_string())?;
             remove_tree(&path)?;
             failpoint::hit("gate.detach.after");
         }
     }
-    Ok(raised)
+    Ok(())
 }
 
 /// A map of ours.
-pub(super) fn pinned(name: &str) -> Result<MapData, Why> {
-    MapData::from_pin(layout_dir().join(name)).map_err(|e| told(&e))
+pub(super) fn pinned(dir: &Path, name: &str) -> Result<MapData, Why> {
+    let path = dir.join(name);
+    MapData::from_pin(&path).map_err(|e| format!("{}: {}", path.display(), told(&e)))
+}
+
+fn maps(dir: &Path) -> Result<Pinned, Why> {
+    let path = dir.join("entries");
+    let entries = pinned(dir, "entries")?;
+    let info = entries.info().map_err(|e| told(&e))?;
+    // As an array lays its values out.
+    let stride = info.value_size().next_multiple_of(8);
+    let table = Table::new(entries.fd().as_fd(), stride, info.max_entries())
+        .map_err(|e| format!("cannot map {}: {e}", path.display()))?
+        .ok_or_else(|| format!("{} holds no entries of ours", path.display()))?;
+    let devices = Map::HashMap(pinned(dir, "devices")?);
+    let devices = HashMap::try_from(devices).map_err(|e| told(&e))?;
+    Ok(Pinned { dir: dir.to_owned(), table, devices, id: info.id() })
+}
+
+fn signed(pinned: Pinned) -> Result<Pinned, Why> {
+    match pinned.table.header() {
+        Some(_) => Ok(pinned),
+        None => Err(format!(
+            "{} has no header of ours (nobody here can renew what is entered there: end its sessions, \
+             then remove {})",
+            pinned.dir.join("entries").display(),
+            pinned.dir.display()
+        )),
+    }
 }
 
 /// Held by the only one who may read the refusals; `None`: somebody else does.
-pub(super) fn only_reader() -> Result<Option<OwnedFd>, Why> {
-    let dir = layout_dir();
+pub(super) fn only_reader(dir: &Path) -> Result<Option<OwnedFd>, Why> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fault = |e| format!("cannot lock {}: {e}", dir.display());
-    let fd = rustix::fs::open(&dir, flags, Mode::empty()).map_err(fault)?;
+    let fd = rustix::fs::open(dir, flags, Mode::empty()).map_err(fault)?;
     match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(Some(fd)),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(Errno::WOULDBLOCK) => Ok(None),
         Err(e) => Err(fault(e)),
     }
 }
 
-fn pinned_maps(dir: &Path) -> Result<(Table, Devices), Why> {
-    let entries = pinned("entries")?;
-    let table = Table::new(entries.fd().as_fd())
-        .map_err(|e| format!("cannot map {}: {e}", dir.join("entries").display()))?;
-    let devices = HashMap::try_from(Map::HashMap(pinned("devices")?)).map_err(|e| told(&e))?;
-    Ok((table, devices))
-}
-
 /// The set has its name only once all of it is attached.
-fn attach(dir: &Path, set: &Path) -> Result<Raised, Why> {
+fn attach(dir: &Path, set: &Path) -> Result<Pinned, Why> {
     let unfinished = dir.join("unfinished");
     remove_tree(&unfinished)?;
     for made in [dir, &unfinished] {
@@ -215,22 +268,24 @@ fn attach(dir: &Path, set: &Path) -> Result<Raised, Why> {
         program.pin(unfinished.join(format!("{name}_program"))).map_err(|e| pin(&e))?;
         link.pin(unfinished.join(*name)).map_err(|e| pin(&e))?;
     }
-    let (table, devices) = pinned_maps(dir)?;
-    table.sign(&plan.missing, names_in(&unfinished)?.len() as u64);
+    let pinned = maps(dir)?;
+    pinned.table.sign(&plan.missing, names_in(&unfinished)?.len() as u64);
     std::fs::rename(&unfinished, set).map_err(at("rename to", set))?;
     failpoint::hit("gate.attach.after");
-    Ok(Raised { table, devices, missing: plan.missing, id: map_id()? })
+    Ok(pinned)
 }
 
-fn map_id() -> Result<u32, Why> {
-    pinned("entries")?.info().map(|info| info.id()).map_err(|e| told(&e))
+/// Whether this map is the one that is pinned.
+pub(super) fn is_pinned(dir: &Path, id: u32) -> bool {
+    pinned(dir, "entries")
+        .and_then(|map| map.info().map_err(|e| told(&e)))
+        .is_ok_and(|i| i.id() == id)
 }
 
-/// Whether the programs are pinned whole, with this map.
-pub(super) fn stands(table: &Table, id: u32) -> bool {
-    let set = layout_dir().join(set_name());
-    let pins = names_in(&set).map_or(0, |names| names.len() as u64);
-    map_id() == Ok(id) && table.header().is_some_and(|header| header.pins == pins)
+/// Whether this map is pinned, and with it a set of programs, whole: another agent's do as well.
+pub(super) fn stands(dir: &Path, table: &Table, id: u32) -> bool {
+    let sets = names_in(dir).unwrap_or_default().into_iter().map(|name| dir.join(name));
+    is_pinned(dir, id) && sets.filter(|s| s.is_dir()).any(|set| is_whole(table, &set) == Ok(true))
 }
 
 fn lsm<'a>(programs: &'a mut Ebpf, name: &str) -> Result<&'a mut Lsm, Why> {
@@ -267,12 +322,16 @@ pub(super) fn try_load() -> Result<Vec<Row>, Why> {
     load(None).map(|(_, plan)| plan.missing)
 }
 
-/// Unpins everything of ours; what no program needs ends with it.
-pub(super) fn lower(_turn: &Turn) -> Result<(), Why> {
+/// Unpins everything of a layout; what no program needs ends with it.
+pub(super) fn lower(_turn: &Turn, dir: &Path) -> Result<(), Why> {
+    use std::io::ErrorKind::{DirectoryNotEmpty, NotFound};
     failpoint::fails("gate.detach.before").map_err(|e| e.to_string())?;
-    remove_tree(&layout_dir())?;
+    remove_tree(dir)?;
     match std::fs::remove_dir(ours()) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(at("remove", &ours())(e)),
+        // Another layout is beside it.
+        Err(e) if ![NotFound, DirectoryNotEmpty].contains(&e.kind()) => {
+            return Err(at("remove", &ours())(e));
+        }
         _ => {}
     }
     failpoint::hit("gate.detach.after");

@@ -3,6 +3,7 @@
 //! is counted in the header.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::time::Duration;
 
 use aya::maps::{Map, MapData, RingBuf};
@@ -67,9 +68,9 @@ pub struct Refusals {
 
 impl Refusals {
     /// `None`: another agent takes them.
-    pub(super) fn open() -> Result<Option<Self>, Why> {
-        let Some(only) = pins::only_reader()? else { return Ok(None) };
-        let map = Map::RingBuf(pins::pinned("refusals")?);
+    pub(super) fn open(dir: &Path) -> Result<Option<Self>, Why> {
+        let Some(only) = pins::only_reader(dir)? else { return Ok(None) };
+        let map = Map::RingBuf(pins::pinned(dir, "refusals")?);
         let ring = RingBuf::try_from(map).map_err(|e| pins::told(&e))?;
         Ok(Some(Self { ring, _only: only }))
     }

@@ -221,7 +221,7 @@ pub struct GateView {
     pub state: String,
     /// Of a partial one: the ways to change a file that are not checked.
     pub missing: Vec<String>,
-    /// Why it is absent.
+    /// Why it is absent; or why it goes on as an earlier agent put it up.
     pub why: Option<String>,
     /// A writable shared mapping was made, or may have been: stores into it pass the gate.
     pub shared_mappings: bool,

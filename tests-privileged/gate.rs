@@ -88,8 +88,11 @@ pub fn spec(dir: &Path) -> Spec {
 }
 
 impl Scene {
-    /// Below this directory.
-    fn new(dir: &Path) -> Self {
+    fn new(place: &Place) -> Self {
+        Self::below(&place.dir)
+    }
+
+    fn below(dir: &Path) -> Self {
         Self::of(spec(&dir.join("s")))
     }
 
@@ -255,7 +258,7 @@ fn fenced(place: &Place) {
 }
 
 /// A bpffs of the test's own: what it does to what is pinned concerns no other test.
-fn own_bpffs() -> PathBuf {
+pub fn own_bpffs() -> PathBuf {
     let at = "/sys/fs/bpf";
     nix::mount::mount(Some("bpf"), at, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
         .unwrap();
@@ -269,7 +272,7 @@ fn drained(place: &Place) {
     let (_, _, file) = session(&host, &paced_ttl(60));
     drop(file);
     assert!(pins.exists());
-    let other = Scene::new(&place.dir);
+    let other = Scene::new(place);
     host.must(&["drain", "--yes"]);
     assert!(pins.exists(), "another one's session needs it");
     drop(other);

@@ -37,7 +37,7 @@ impl Drop for Bare {
 pub fn same(place: &Place) {
     const SEED: u64 = 20_261_201;
     const STEPS: usize = 2_000;
-    let gated = Scene::new(&place.dir);
+    let gated = Scene::new(place);
     gated.open();
     let bare = Bare::new(&place.dir.join("bare"));
     let (mut did, mut refused) = (0, 0);

@@ -132,6 +132,7 @@ pub fn told(place: &Place) {
         let gate = Gate::raise().unwrap();
         let entry = gate.enter(&mounted.root, SessionId::fresh(), LEASE).unwrap();
         entry.open(LEASE, BootNs(u64::MAX));
+        assert!(attached(), "its programs are not told from others");
         for ((_, work), took) in all.iter().zip(&mut took) {
             for which in [turn % 2, 1 - turn % 2] {
                 let top = [&gated.target, &bare.0.target][which];

@@ -15,7 +15,7 @@ const DEADLINES: u64 = 1_000;
 const WRITERS: usize = 64;
 
 pub fn deadlines(place: &Place) {
-    let scene = Scene::new(&place.dir);
+    let scene = Scene::new(place);
     let term = Arc::new(stamps::Term::default());
     let mut seen = stamps::Seen::new();
     std::thread::scope(|scope| {

@@ -24,7 +24,7 @@ pub fn on_the_hosts(place: &Place) {
         EXT4 => &["FS_IOC_FSSETXATTR", "file_setattr"],
         _ => &[],
     };
-    rows(&Scene::new(&place.dir), must, &[]);
+    rows(&Scene::new(place), must, &[]);
 }
 
 fn rows(scene: &Scene, must: &[&str], without: &[&str]) {
@@ -48,7 +48,7 @@ fn disk(place: &Place, make: &[&str]) -> std::path::PathBuf {
 }
 
 fn over(at: &Path, must: &[&str], without: &[&str]) {
-    rows(&Scene::new(at), must, without);
+    rows(&Scene::below(at), must, without);
     run(Command::new("umount").arg(at));
 }
 

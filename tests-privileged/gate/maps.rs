@@ -35,7 +35,7 @@ impl Drop for Mapping {
 }
 
 pub fn protected(place: &Place) {
-    let scene = Scene::new(&place.dir);
+    let scene = Scene::new(place);
     scene.open();
     let path = scene.merged().join("file");
     std::fs::write(&path, [b'o'; 4096]).unwrap();

@@ -64,7 +64,7 @@ pub fn left_alone(place: &Place) {
         assert!(!all().contains("refused"), "{when}");
     };
     writes_on("without a gate");
-    let scene = Scene::new(&place.dir.join("session"));
+    let scene = Scene::below(&place.dir.join("session"));
     scene.open();
     let file = File::create(scene.merged().join("file")).unwrap();
     assert_eq!(write(&file), Ok(1));

@@ -14,7 +14,7 @@ use super::{LEASE, Scene, hammer, own_bpffs, spec, write};
 use crate::host::Place;
 
 pub fn generations(place: &Place) {
-    let mut scene = Scene::new(&place.dir);
+    let mut scene = Scene::new(place);
     let never = BootNs(u64::MAX);
     scene.open();
     let file = File::create(scene.merged().join("file")).unwrap();
@@ -72,7 +72,8 @@ pub fn generations(place: &Place) {
 /// layout stay: meanwhile no write is refused under a good lease, and none accepted after one.
 pub fn upgraded(place: &Place) {
     let pins = own_bpffs();
-    let (good, lost) = (Scene::new(&place.dir.join("good")), Scene::new(&place.dir.join("lost")));
+    let (good, lost) =
+        (Scene::below(&place.dir.join("good")), Scene::below(&place.dir.join("lost")));
     let [goes, stops] = [&good, &lost].map(|scene| {
         scene.open();
         File::create(scene.merged().join("file")).unwrap()

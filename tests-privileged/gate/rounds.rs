@@ -198,7 +198,9 @@ fn starve(pid: u32) {
         let priority = libc::sched_param { sched_priority: 0 };
         // SAFETY: the structure is read during the call alone.
         let done = unsafe { libc::sched_setscheduler(id, libc::SCHED_IDLE, &raw const priority) };
-        assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+        let fault = std::io::Error::last_os_error();
+        // Some come and go.
+        assert!(done == 0 || fault.raw_os_error() == Some(libc::ESRCH), "{fault}");
     }
 }
 

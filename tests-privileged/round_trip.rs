@@ -7,7 +7,7 @@ mod acts;
 use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::MetadataExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use overfence::kernel::overlay::{self, Spec, Unmount};

@@ -123,7 +123,8 @@ fn calls(course: &Course, session: &Session, restless: bool, mut call: Call) -> 
 
 fn open(host: &Host, n: usize) -> Session {
     let ttl = u64::try_from(paced(TTL).as_millis()).unwrap();
-    let wish = json!({ "workspace": format!("w{n}"), "create": {}, "ttl_ms": ttl });
+    let name = format!("w{n}");
+    let wish = json!({ "workspace": name, "create": { "id": name }, "ttl_ms": ttl });
     let answer = host.http("POST", "/v1/sessions", &wish.to_string());
     let opened: Value = serde_json::from_str(&answer.body).unwrap();
     assert_eq!(answer.status, 201, "{opened:#}");

@@ -200,9 +200,6 @@ pub fn undisturbed(place: &Place) {
     go_on("daemon-reload");
     systemctl(&["daemon-reexec"]);
     go_on("daemon-reexec");
-    systemctl(&["kill", "--signal=HUP", &unit.name]);
-    beat(&host, &id);
-    go_on("a reload of the agent");
     restarted("a restart");
     let own = sets();
     other_gate(&host.binary, &binary);

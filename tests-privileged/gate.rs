@@ -4,16 +4,26 @@
 mod adopt;
 mod behind;
 mod beside;
+mod calls;
+mod cost;
+mod deadlines;
+mod disks;
+mod maps;
+mod neighbour;
+mod programs;
 mod queues;
 mod refusals;
+mod rounds;
 mod stamps;
+mod table;
+mod units;
 mod ways;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use overfence::kernel::clock;
@@ -32,21 +42,28 @@ pub fn tests() -> Vec<Test> {
 
 fn own() -> Vec<Test> {
     vec![
-        Test { name: "each_way_to_change_a_file", run: |place| ways::each(&Scene::new(place)) },
-        Test { name: "no_write_begins_after_the_deadline", run: deadlines },
-        Test { name: "a_generation_and_a_death_end_it", run: generations },
+        Test { name: "each_way_to_change_a_file", run: disks::on_the_hosts },
+        Test { name: "no_write_begins_after_the_deadline", run: deadlines::deadlines },
+        Test { name: "a_generation_and_a_death_end_it", run: programs::generations },
         Test { name: "it_holds_with_agent_and_keeper_dead", run: both_dead },
         Test { name: "the_next_agent_adopts_it", run: adopted },
         Test { name: "a_fence_proves_it_and_readmit_opens_it", run: fenced },
         Test { name: "drain_takes_it_away", run: drained },
-        Test { name: "other_programs_take_over_without_a_gap", run: upgraded },
+        Test { name: "other_programs_take_over_without_a_gap", run: programs::upgraded },
         Test { name: "what_root_takes_away_is_put_up_again", run: taken_away },
         Test { name: "shared_mappings_can_be_denied", run: denied },
         Test { name: "a_stale_writer_runs_on_reading", run: runs_on },
         Test { name: "it_changes_no_answer_of_a_good_lease", run: beside::same },
         Test { name: "numbers_that_are_used_again_are_nobodys", run: beside::raced },
-        Test { name: "what_it_costs", run: beside::cost },
-        Test { name: "no_write_begins_after_a_deadline_that_nobody_keeps", run: kept_by_nobody },
+        Test { name: "a_container_beside_it_is_left_alone", run: neighbour::left_alone },
+        Test { name: "what_it_costs", run: cost::told },
+        Test { name: "no_write_begins_after_a_deadline_that_nobody_keeps", run: rounds::passed },
+        Test { name: "each_way_to_change_a_file_on_xfs", run: disks::on_xfs },
+        Test { name: "each_way_to_change_a_file_on_btrfs", run: disks::on_btrfs },
+        Test { name: "each_way_to_change_a_file_on_tmpfs", run: disks::on_tmpfs },
+        Test { name: "each_way_to_change_a_file_in_an_image", run: disks::on_an_image },
+        Test { name: "mprotect_makes_nothing_writable_unnoted", run: maps::protected },
+        Test { name: "restart_reload_and_upgrade_refuse_no_good_write", run: units::undisturbed },
     ]
 }
 
@@ -78,7 +95,14 @@ pub fn spec(dir: &Path) -> Spec {
 
 impl Scene {
     fn new(place: &Place) -> Self {
-        let spec = spec(&place.dir.join("s"));
+        Self::below(&place.dir)
+    }
+
+    fn below(dir: &Path) -> Self {
+        Self::of(spec(&dir.join("s")))
+    }
+
+    fn of(spec: Spec) -> Self {
         std::fs::write(spec.lowers[0].join("lower-file"), b"lower").unwrap();
         let gate = Gate::raise().unwrap();
         let mut entry = None;
@@ -117,108 +141,8 @@ impl Drop for Scene {
     }
 }
 
-/// Deadlines and writers of the run at full speed: one for each way to change a file, and more that
-/// write.
-const DEADLINES: u64 = 1_000;
-const WRITERS: usize = 64;
-
-fn deadlines(place: &Place) {
-    let scene = Scene::new(place);
-    let term = Arc::new(stamps::Term::default());
-    let mut seen = stamps::Seen::new();
-    std::thread::scope(|scope| {
-        scene.open();
-        let (begun, ways) = (Barrier::new(WRITERS + 1), ways::ways());
-        assert!(ways.len() < WRITERS);
-        let begun = Arc::new(begun);
-        let writers: Vec<_> = (0..WRITERS)
-            .map(|n| {
-                let (way, dir) =
-                    (*ways.get(n).unwrap_or(&ways[0]), scene.merged().join(n.to_string()));
-                let (term, begun) = (Arc::clone(&term), Arc::clone(&begun));
-                scope.spawn(move || {
-                    let call = way.begin(&dir);
-                    begun.wait();
-                    stamps::call_on(&term, call)
-                })
-            })
-            .collect();
-        begun.wait();
-        for _ in 0..DEADLINES {
-            let deadline = clock::now().plus(paced(Duration::from_millis(5)));
-            term.deadline.store(deadline.0, Ordering::SeqCst);
-            scene.entry().open(LEASE, deadline);
-            term.number.fetch_add(1, Ordering::SeqCst);
-            clock::sleep_until(deadline.plus(paced(stamps::AFTER)));
-            term.number.fetch_add(1, Ordering::SeqCst);
-        }
-        term.over.store(true, Ordering::SeqCst);
-        scene.open();
-        for writer in writers {
-            seen.add(&writer.join().unwrap());
-        }
-    });
-    seen.deadlines = DEADLINES;
-    seen.judge();
-}
-
 fn write(file: &File) -> Result<usize, Errno> {
     file.write_at(b"x", 0).map_err(|e| Errno::from_io_error(&e).unwrap())
-}
-
-fn generations(place: &Place) {
-    let mut scene = Scene::new(place);
-    let never = BootNs(u64::MAX);
-    scene.open();
-    let file = File::create(scene.merged().join("file")).unwrap();
-    assert_eq!(write(&file), Ok(1));
-    // Superseded: no deadline helps.
-    scene.entry().supersede(Generation(7));
-    assert_eq!(write(&file), Err(Errno::ROFS));
-    scene.entry().open(LEASE, never);
-    assert_eq!(write(&file), Err(Errno::ROFS));
-    scene.entry().open(Generation(8), never);
-    assert_eq!(write(&file), Ok(1));
-    assert!(!scene.entry().shared());
-    let (prot, flags) = (rustix::mm::ProtFlags::READ, rustix::mm::MapFlags::SHARED);
-    let mapped = File::options().read(true).write(true).open(scene.merged().join("file")).unwrap();
-    // SAFETY: a fresh mapping at an address of the kernel's choice, which nobody touches.
-    unsafe {
-        let at = rustix::mm::mmap(std::ptr::null_mut(), 1, prot, flags, &mapped, 0).unwrap();
-        rustix::mm::munmap(at, 1).unwrap();
-    }
-    drop(mapped);
-    assert!(scene.entry().shared(), "a mapping was not noted");
-    // Fifos and readers are nobody's business.
-    scene.shut();
-    rustix::fs::mkfifoat(rustix::fs::CWD, place.dir.join("fifo"), rustix::fs::Mode::RWXU).unwrap();
-    assert!(File::open(scene.merged().join("file")).is_ok());
-    assert!(std::fs::write(place.dir.join("elsewhere"), b"x").is_ok());
-    assert!(std::fs::write(scene.spec.upper.join("below"), b"x").is_ok(), "the agent's own");
-    // Another overlay that gets the number of a dead one, and has the same root, is not meant by its
-    // entry.
-    drop(file);
-    let entry = scene.entry.take().unwrap();
-    let (dev, root) = (scene.mounted.as_ref().unwrap().s_dev, scene.spec.clone());
-    let mut others = vec![];
-    drop(scene);
-    let reused = (0..64).any(|n| {
-        let mounted = overlay::mount(&root).unwrap();
-        std::fs::write(root.target.join("file"), b"x").unwrap();
-        let same = mounted.s_dev == dev;
-        drop(mounted);
-        overlay::unmount(&root.target).unwrap();
-        // It takes the number that was given instead.
-        let spec = spec(&place.dir.join(format!("other-{n}")));
-        others.push((overlay::mount(&spec).unwrap(), spec));
-        same
-    });
-    assert!(reused, "no other overlay got device {dev}");
-    Gate::raise().unwrap().leave(&entry).unwrap();
-    for (mounted, spec) in others {
-        drop(mounted);
-        overlay::unmount(&spec.target).unwrap();
-    }
 }
 
 /// What the session has of the gate.
@@ -379,55 +303,6 @@ fn hammer(file: File, over: Arc<AtomicBool>) -> std::thread::JoinHandle<(u64, u6
     })
 }
 
-/// Programs of another version take the place of those that are attached, and programs of an unknown
-/// layout stay: meanwhile no write is refused under a good lease, and none accepted after one.
-fn upgraded(place: &Place) {
-    let pins = own_bpffs();
-    let dir = |name: &str| {
-        let dir = place.dir.join(name);
-        std::fs::create_dir(&dir).unwrap();
-        Place { dir, cgroup: place.cgroup.clone(), binary: place.binary.clone() }
-    };
-    let (good, lost) = (Scene::new(&dir("good")), Scene::new(&dir("lost")));
-    let [goes, stops] = [&good, &lost].map(|scene| {
-        scene.open();
-        File::create(scene.merged().join("file")).unwrap()
-    });
-    lost.shut();
-    let over = Arc::new(AtomicBool::new(false));
-    let [goes, stops] = [goes, stops].map(|file| hammer(file, Arc::clone(&over)));
-    let sets = || {
-        let all = std::fs::read_dir(pins.join("layout-2")).unwrap().map(|e| e.unwrap().path());
-        all.filter(|path| path.is_dir()).collect::<Vec<_>>()
-    };
-    for round in 0..2 {
-        let [own] = &sets()[..] else { panic!("{:?}", sets()) };
-        // As if an agent of another version had attached it, and one had died while it attached.
-        std::fs::rename(own, own.with_file_name(format!("{round:016x}"))).unwrap();
-        std::fs::create_dir(own.with_file_name("unfinished")).unwrap();
-        let gate = Gate::raise().unwrap();
-        assert!(gate.stands() && gate.missing().is_empty());
-        assert_eq!(sets().len(), 1, "the old ones are still attached: {:?}", sets());
-        assert!(own.exists());
-    }
-    let own = sets().remove(0);
-    std::fs::create_dir(pins.join("layout-99")).unwrap();
-    let fault = Gate::raise().map(drop).unwrap_err();
-    let why = overfence::kernel::gate::why(&fault);
-    assert!(why.contains("layout-99") && why.contains("another version"), "{why}");
-    assert!(own.exists());
-    std::fs::remove_dir(pins.join("layout-99")).unwrap();
-    // A part of it taken away is noticed, and attached again.
-    std::fs::remove_file(own.join("mmap_file")).unwrap();
-    assert!(!good.gate.stands());
-    assert!(Gate::raise().unwrap().stands());
-    over.store(true, Ordering::SeqCst);
-    let ((accepted, wrongly), (late, refused)) = (goes.join().unwrap(), stops.join().unwrap());
-    println!("{accepted} accepted under the lease, {refused} refused after it");
-    assert_eq!((wrongly, late), (0, 0), "wrongly refused, and accepted late");
-    assert!(accepted > 0 && refused > 0);
-}
-
 /// Root takes it away under a running agent: it is put up again, and the session entered anew.
 fn taken_away(place: &Place) {
     let pins = own_bpffs();
@@ -573,80 +448,4 @@ fn runs_on(place: &Place) {
     let view_after = host.must(&["session", "inspect", &id]);
     assert!(has(&view, "frozen") && has(&view_after, "frozen"), "{view_after:#}");
     assert_eq!(view_after["runs_on"], false);
-}
-
-/// All threads of a process get what nobody else wants of the processors.
-fn starve(pid: u32) {
-    for thread in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
-        let id: i32 = thread.unwrap().file_name().to_str().unwrap().parse().unwrap();
-        let priority = libc::sched_param { sched_priority: 0 };
-        // SAFETY: the structure is read during the call alone.
-        let done = unsafe { libc::sched_setscheduler(id, libc::SCHED_IDLE, &raw const priority) };
-        assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
-    }
-}
-
-/// Sessions whose deadlines nobody keeps: agent and keeper are dead, stopped, or starved by others.
-fn kept_by_nobody(place: &Place) {
-    const SESSIONS: usize = 6;
-    const EACH: usize = 4;
-    let mut host = Host::new(place, "host");
-    let (mut seen, ways) = (stamps::Seen::new(), ways::ways());
-    for round in 0..6 {
-        host.start_keeper();
-        assert!(host.start(None));
-        let terms: Vec<_> = (0..SESSIONS)
-            .map(|n| {
-                let opened = host.open(&format!("w{round}-{n}"), &paced_ttl(6));
-                let term = stamps::Term::default();
-                let deadline = deadline_of(&host, &id_of(&opened)).0;
-                term.deadline.store(deadline, Ordering::SeqCst);
-                term.number.store(1, Ordering::SeqCst);
-                let merged = path_of(&opened["session"], "merged");
-                // One of the ways is to open it.
-                std::fs::write(merged.join("lower-file"), b"lower").unwrap();
-                (term, merged)
-            })
-            .collect();
-        let starved = round % 3 == 2;
-        let deadlines = terms.iter().map(|(term, _)| BootNs(term.deadline.load(Ordering::SeqCst)));
-        let (first, last) = (deadlines.clone().min().unwrap(), deadlines.max().unwrap());
-        let begun = Barrier::new(SESSIONS * EACH + 1);
-        std::thread::scope(|scope| {
-            let (begun, all) = (&begun, terms.iter().flat_map(|t| (0..EACH).map(move |n| (t, n))));
-            let writers: Vec<_> = all
-                .enumerate()
-                .map(|(k, ((term, merged), n))| {
-                    let way = &ways[(round * SESSIONS * EACH + k) % ways.len()];
-                    scope.spawn(move || {
-                        let call = way.begin(&merged.join(n.to_string()));
-                        begun.wait();
-                        stamps::call_on(term, call)
-                    })
-                })
-                .collect();
-            begun.wait();
-            match round % 3 {
-                0 => host.stop(),
-                1 => host.signal(nix::sys::signal::Signal::SIGSTOP),
-                _ => host.pids().into_iter().for_each(starve),
-            }
-            assert!(clock::now() < first, "all of it took too long");
-            for _ in 0..if starved { 2 * EACH } else { 0 } {
-                scope.spawn(|| {
-                    while !terms[0].0.over.load(Ordering::SeqCst) {
-                        std::hint::spin_loop();
-                    }
-                });
-            }
-            clock::sleep_until(last.plus(paced(Duration::from_millis(50))));
-            terms.iter().for_each(|(term, _)| term.over.store(true, Ordering::SeqCst));
-            for writer in writers {
-                seen.add(&writer.join().unwrap());
-            }
-        });
-        seen.deadlines += SESSIONS as u64;
-        host.stop();
-    }
-    seen.judge();
 }

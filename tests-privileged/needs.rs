@@ -51,6 +51,20 @@ const NEEDS: &[(&str, &[&str])] = &[
     ("writers::one_that_no_kill_wakes_delays_no_other_session", &["fuse"]),
     ("writers::one_that_a_kill_wakes_ends_when_it_is_to_be_killed", &["fuse"]),
     ("gate::who_has_a_loop_device_stays_frozen", &["bpf-lsm", "lease-gate", "loop-devices"]),
+    (
+        "gate::restart_reload_and_upgrade_refuse_no_good_write",
+        &["bpf-lsm", "lease-gate", "own-systemd"],
+    ),
+    ("gate::a_container_beside_it_is_left_alone", &["bpf-lsm", "lease-gate", "systemd-nspawn"]),
+    ("gate::each_way_to_change_a_file_on_xfs", &["bpf-lsm", "lease-gate", "loop-devices", "xfs"]),
+    (
+        "gate::each_way_to_change_a_file_on_btrfs",
+        &["bpf-lsm", "lease-gate", "loop-devices", "btrfs"],
+    ),
+    (
+        "gate::each_way_to_change_a_file_in_an_image",
+        &["bpf-lsm", "lease-gate", "loop-devices", "image-uppers"],
+    ),
     ("gate::", &["bpf-lsm", "lease-gate"]),
     ("container::a_hybrid_host_gives_a_part_of_the_hierarchy", &["podman", "hybrid-cgroups"]),
     ("container::", &["podman"]),
@@ -127,7 +141,7 @@ struct Answer {
 }
 
 /// What tests need and overfence does not.
-fn beside_doctor() -> [(String, (bool, String)); 12] {
+fn beside_doctor() -> [(String, (bool, String)); 13] {
     let there = |path: &str| (Path::new(path).exists(), format!("{path} is missing"));
     let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
     let field =
@@ -143,6 +157,7 @@ fn beside_doctor() -> [(String, (bool, String)); 12] {
         ("skopeo", there("/usr/bin/skopeo")),
         ("umoci", there("/usr/bin/umoci")),
         ("systemd-nspawn", there("/usr/bin/systemd-nspawn")),
+        ("own-systemd", own_systemd()),
         ("loop-devices", there("/dev/loop-control")),
         ("fuse", there("/dev/fuse")),
         // Also refused where kernel.io_uring_disabled says so.
@@ -170,6 +185,13 @@ fn file_system(name: &str) -> (bool, String) {
         .iter()
         .any(|dir| Path::new(dir).join(format!("mkfs.{name}")).exists());
     (known && make, format!("the kernel has {name}: {known}, mkfs.{name} is there: {make}"))
+}
+
+/// A systemd that a test may give units to and run anew: a guest's, which has nothing else to do.
+fn own_systemd() -> (bool, String) {
+    let guest = std::env::var(HOST).is_ok_and(|kind| kind == "guest");
+    let runs = Path::new("/run/systemd/system").is_dir();
+    (guest && runs, format!("this is a guest: {guest}, and systemd runs it: {runs}"))
 }
 
 fn is_hybrid() -> bool {

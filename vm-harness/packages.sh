@@ -48,6 +48,9 @@ build_payload() {
         cp "$work"/deb/overfence_*.deb "$payload/overfence.deb"
         ;;
     esac
+    # `git status` is measured where the host has git: the same release of Debian runs it in the guest, and
+    # its package would bring Perl.
+    case $suite in gate) ! command -v git >/dev/null || cp -L "$(command -v git)" "$payload/git" ;; esac
     cp "$here"/guest/{work,power_cut.py} "$payload/"
     printf '%s\n' "$suite" >"$payload/suite"
     # The command as one line that a shell reads back word by word.

@@ -568,6 +568,27 @@ mod tests {
     use crate::model::workspace::Current;
 
     #[test]
+    fn the_gate_is_a_line_that_says_what_it_does_not_check() {
+        let view = |state: &str, missing: &[&str]| GateView {
+            state: state.to_owned(),
+            missing: missing.iter().map(|row| (*row).to_owned()).collect(),
+            ..GateView::default()
+        };
+        assert_eq!(gate(&view("complete", &[])), "complete");
+        let partial = GateView {
+            shared_mappings: true,
+            refused: [("write".to_owned(), 3)].into(),
+            ..view("partial", &["acl", "flags"])
+        };
+        assert_eq!(
+            gate(&partial),
+            "partial, without acl, flags; stores into writable shared mappings pass it; refused 3 write"
+        );
+        let absent = GateView { why: Some("no BPF LSM".to_owned()), ..view("absent", &[]) };
+        assert_eq!(gate(&absent), "absent: no BPF LSM");
+    }
+
+    #[test]
     fn who_finds_a_workspace_held_learns_by_whom_and_what_to_do() {
         let session = SessionId::fresh();
         let current = Current {

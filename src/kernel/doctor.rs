@@ -374,9 +374,16 @@ fn bpf_lsm() -> Seen {
 /// Whether the kernel takes the gate's programs, and all of them.
 fn lease_gate() -> Seen {
     match super::gate::ask() {
-        Ok(missing) if missing.is_empty() => Ok("complete".to_owned()),
-        Ok(missing) => Err(format!("partial: not checked are {}", missing.join(", "))),
+        Ok(missing) => whole(&missing),
         Err(fault) => Err(format!("absent: {}", super::gate::why(&fault))),
+    }
+}
+
+/// Of a gate that the kernel takes, and the ways to change a file that it does not check.
+fn whole(missing: &[&str]) -> Seen {
+    match missing {
+        [] => Ok("complete".to_owned()),
+        some => Err(format!("partial: not checked are {}", some.join(", "))),
     }
 }
 
@@ -462,5 +469,11 @@ mod tests {
         assert_eq!(seen(Some(&apart), &apart), (false, false, true), "both are inside");
         assert_eq!(seen(None, &apart), (false, false, false));
         assert_eq!(seen(None, &host), (false, true, false));
+    }
+
+    #[test]
+    fn a_partial_gate_is_no_whole_one_and_names_what_it_does_not_check() {
+        assert_eq!(whole(&[]).unwrap(), "complete");
+        assert_eq!(whole(&["acl", "flags"]).unwrap_err(), "partial: not checked are acl, flags");
     }
 }

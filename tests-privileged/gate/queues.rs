@@ -6,6 +6,8 @@ use std::os::fd::AsRawFd as _;
 
 use io_uring::{IoUring, opcode, types};
 
+use super::stamps::stamp;
+
 /// linux/aio_abi.h: IOCB_CMD_PWRITE.
 const PWRITE: u16 = 1;
 
@@ -31,6 +33,7 @@ pub fn aio(file: &File) -> io::Result<()> {
     let mut list = [&raw mut block];
     // `struct io_event`: data, obj, res, res2.
     let mut event = [0_i64; 4];
+    stamp();
     // SAFETY: block, bytes and event live until the answer came.
     let answered = unsafe {
         match libc::syscall(libc::SYS_io_submit, context, 1, list.as_mut_ptr()) {
@@ -55,6 +58,7 @@ pub fn uring(file: &File) -> io::Result<()> {
     let write = opcode::Write::new(types::Fd(file.as_raw_fd()), bytes.as_ptr(), 3).build();
     // SAFETY: the bytes live until the answer came.
     unsafe { ring.submission().push(&write) }.unwrap();
+    stamp();
     ring.submit_and_wait(1)?;
     let done = ring.completion().next().unwrap();
     answer(done.result().into())

@@ -1,6 +1,7 @@
 //! Writers at full speed over many deadlines. Each reads CLOCK_BOOTTIME, then makes its call: of those
 //! that were accepted none may have been begun after the deadline.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -10,6 +11,28 @@ use overfence::model::time::BootNs;
 use super::ways::Call;
 
 const MS: u64 = 1_000_000;
+
+thread_local! {
+    static BEGUN: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Says that the call begins now: before each call, and again by what comes between.
+pub fn stamp() {
+    BEGUN.set(clock::now().0);
+}
+
+/// Makes a call: whether it was accepted, when it began, and when it had ended.
+pub fn timed(call: &mut Call) -> (bool, u64, u64) {
+    stamp();
+    let answer = call();
+    let ended = clock::now().0;
+    let accepted = match answer {
+        Ok(()) => true,
+        Err(e) if e.raw_os_error() == Some(libc::EROFS) => false,
+        Err(e) => panic!("it was answered {e}"),
+    };
+    (accepted, BEGUN.get(), ended)
+}
 
 /// What all writers know of the deadline that is in force: a number for it, odd while it may be
 /// waited for, and the deadline.
@@ -57,7 +80,7 @@ impl Seen {
     }
 
     /// One write, begun and ended then, under this deadline.
-    fn count(&mut self, accepted: bool, begun: u64, ended: u64, deadline: u64) {
+    pub fn count(&mut self, accepted: bool, begun: u64, ended: u64, deadline: u64) {
         match accepted {
             true if begun >= deadline => self.late += 1,
             true => {
@@ -113,14 +136,7 @@ pub fn call_on(term: &Term, mut call: Call) -> Seen {
         if clock::now().0 > deadline.saturating_add(60 * MS) {
             std::thread::sleep(Duration::from_millis(5));
         }
-        let begun = clock::now().0;
-        let answer = call();
-        let ended = clock::now().0;
-        let accepted = match answer {
-            Ok(()) => true,
-            Err(e) if e.raw_os_error() == Some(libc::EROFS) => false,
-            Err(e) => panic!("it was answered {e}"),
-        };
+        let (accepted, begun, ended) = timed(&mut call);
         // One that saw the deadline move says nothing.
         if term.number.load(Ordering::SeqCst) == number {
             seen.count(accepted, begun, ended, deadline);

@@ -1,32 +1,35 @@
-//! Each way to change a file, one row each: before the deadline it goes through, after it the answer
-//! is EROFS and nothing is different. What was opened before the deadline stays open.
+//! Each way to change a file: what is there before it, and the call.
 
-use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
 
 use rustix::fs::{
     AtFlags, CWD, FallocateFlags, FileType, Gid, IFlags, Mode, OFlags, RenameFlags, Timestamps,
     Uid, XattrFlags,
 };
 use rustix::io::{Errno, ReadWriteFlags};
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::ProtFlags;
 
-use super::Scene;
+use super::calls::{
+    ACL, ACL_NAME, Page, compat_flags, dedupe, done, each_new, each_old, file, file_setattr, fresh,
+    fssetxattr, map, memory, open,
+};
+use super::queues::{aio, uring};
+use super::stamps::stamp;
 
-/// A call that is made again and again.
+/// A call that is made again and again. What it does ahead of the call itself ends with a stamp.
 pub type Call = Box<dyn FnMut() -> io::Result<()>>;
 
 /// One way: what is there before it (in a directory of its own), and the call.
 #[derive(Clone, Copy)]
 pub struct Way {
-    name: &'static str,
-    make: fn(&Path) -> Call,
-    /// What the file system of the tests answers where it cannot do it; the gate answers before that.
-    cannot: &'static [Errno],
+    pub name: &'static str,
+    pub make: fn(&Path) -> Call,
+    /// What some file systems or kernels answer that cannot do it; the gate answers before that.
+    pub cannot: &'static [Errno],
 }
 
 impl Way {
@@ -41,6 +44,23 @@ impl Way {
             Err(e) => panic!("{}: {e}", self.name),
         }
     }
+
+    /// Whether this kernel has it, whatever the file system.
+    pub fn is_known(&self) -> bool {
+        match self.name {
+            "file_setattr" => release() >= (6, 17),
+            // There where it runs 32-bit programs.
+            "file flags by a 32-bit call" => Path::new("/proc/sys/abi/vsyscall32").exists(),
+            _ => true,
+        }
+    }
+}
+
+/// The kernel's version; a system call that is not known is not told from one that is refused.
+fn release() -> (u32, u32) {
+    let name = rustix::system::uname();
+    let mut numbers = name.release().to_str().unwrap().split('.').map(|n| n.parse().unwrap_or(0));
+    (numbers.next().unwrap(), numbers.next().unwrap())
 }
 
 macro_rules! ways {
@@ -49,142 +69,7 @@ macro_rules! ways {
     };
 }
 
-fn file(dir: &Path) -> File {
-    let path = dir.join("file");
-    std::fs::write(&path, [b'o'; 8192]).unwrap();
-    File::options().read(true).write(true).open(path).unwrap()
-}
-
-fn done<T>(answer: Result<T, Errno>) -> io::Result<()> {
-    answer.map(drop).map_err(Into::into)
-}
-
-/// A name that no call before used.
-fn fresh(dir: &Path) -> impl FnMut() -> PathBuf + use<> {
-    let dir = dir.to_owned();
-    let mut n = 0;
-    move || {
-        n += 1;
-        dir.join(format!("new-{n}"))
-    }
-}
-
-fn each_new(dir: &Path, call: fn(&Path, &Path) -> io::Result<()>) -> Call {
-    let (mut next, dir) = (fresh(dir), dir.to_owned());
-    Box::new(move || call(&next(), &dir))
-}
-
-/// A call on what is there each time: some are made ahead, while that may be done.
-fn each_old(
-    dir: &Path,
-    make: fn(&Path) -> io::Result<()>,
-    call: fn(&Path) -> io::Result<()>,
-) -> Call {
-    const AHEAD: usize = 8;
-    let dir = dir.to_owned();
-    let at = move |n: usize| dir.join(format!("old-{n}"));
-    (0..AHEAD).for_each(|n| make(&at(n)).unwrap());
-    let mut n = 0;
-    Box::new(move || {
-        match call(&at(n)) {
-            // The deadline had passed when it, or a part of it, was to be made.
-            Err(e) if e.raw_os_error() != Some(libc::EROFS) => {
-                make(&at(n))?;
-                call(&at(n))?;
-            }
-            answer => answer?,
-        }
-        n += 1;
-        let _ = make(&at(n + AHEAD - 1));
-        Ok(())
-    })
-}
-
-fn memory() -> File {
-    let memory = rustix::fs::memfd_create("bytes", rustix::fs::MemfdFlags::empty()).unwrap();
-    let memory = File::from(memory);
-    memory.write_all_at(b"new bytes", 0).unwrap();
-    memory
-}
-
-#[repr(align(4096))]
-struct Page([u8; 4096]);
-
-fn open(path: &Path, flags: i32) -> io::Result<()> {
-    OpenOptions::new().write(true).custom_flags(flags).open(path).map(drop)
-}
-
-/// An access control list: owner rwx, uid 1 rwx, group, mask, others.
-const ACL: [u8; 44] = {
-    let mut list = [0; 44];
-    let entries: [(u8, u8, u32); 5] =
-        [(1, 7, u32::MAX), (2, 7, 1), (4, 5, u32::MAX), (16, 7, u32::MAX), (32, 5, u32::MAX)];
-    list[0] = 2;
-    let mut i = 0;
-    while i < 5 {
-        let (tag, permissions, id) = entries[i];
-        list[4 + i * 8] = tag;
-        list[6 + i * 8] = permissions;
-        let id = id.to_le_bytes();
-        let mut j = 0;
-        while j < 4 {
-            list[8 + i * 8 + j] = id[j];
-            j += 1;
-        }
-        i += 1;
-    }
-    list
-};
-const ACL_NAME: &str = "system.posix_acl_access";
-
-fn map(fd: &File, prot: ProtFlags) -> io::Result<()> {
-    // SAFETY: a fresh mapping at an address of the kernel's choice, which nobody touches.
-    unsafe {
-        let start = rustix::mm::mmap(std::ptr::null_mut(), 4096, prot, MapFlags::SHARED, fd, 0)?;
-        rustix::mm::munmap(start, 4096)?;
-    }
-    Ok(())
-}
-
-/// `struct file_attr`, by file_setattr(2) of 6.17.
-fn file_setattr(path: &Path) -> io::Result<()> {
-    const FILE_GETATTR: libc::c_long = 468;
-    const FILE_SETATTR: libc::c_long = 469;
-    const NOATIME: u64 = 0x40;
-    let path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())?;
-    let mut attributes = [0u64; 3];
-    for number in [FILE_GETATTR, FILE_SETATTR] {
-        // SAFETY: a string that ends with NUL and 24 bytes, both alive during the call.
-        let answer = unsafe {
-            let (path, to) = (path.as_ptr(), attributes.as_mut_ptr());
-            libc::syscall(number, libc::AT_FDCWD, path, to, 24, 0)
-        };
-        if answer < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        attributes[0] ^= NOATIME;
-    }
-    Ok(())
-}
-
-/// `struct file_dedupe_range` with one destination: the answer stands in it.
-fn dedupe(from: &File, to: &File) -> io::Result<()> {
-    const FIDEDUPERANGE: libc::c_ulong = 0xc018_9436;
-    let to = u64::try_from(to.as_raw_fd()).unwrap();
-    let mut range: [u64; 7] = [0, 4096, 1, to, 0, 0, 0];
-    // SAFETY: the structure is as long as one destination needs, and lives during the call.
-    let answer = unsafe { libc::ioctl(from.as_raw_fd(), FIDEDUPERANGE, range.as_mut_ptr()) };
-    if answer < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    match range[6] as u32 as i32 {
-        status if status < 0 => Err(io::Error::from_raw_os_error(-status)),
-        _ => Ok(()),
-    }
-}
-
 pub fn ways() -> Vec<Way> {
-    use super::queues::{aio, uring};
     Vec::from(ways! {
         "write" => |dir| {
             let file = file(dir);
@@ -225,6 +110,7 @@ pub fn ways() -> Vec<Way> {
             let (from, to): (OwnedFd, OwnedFd) = rustix::pipe::pipe().unwrap();
             Box::new(move || {
                 rustix::io::write(&to, b"new")?;
+                stamp();
                 let flags = rustix::pipe::SpliceFlags::empty();
                 let answer = done(rustix::pipe::splice(&from, None, &file, None, 3, flags));
                 if answer.is_err() {
@@ -352,6 +238,37 @@ pub fn ways() -> Vec<Way> {
                 done(rustix::fs::renameat_with(CWD, &one, CWD, &other, RenameFlags::EXCHANGE))
             })
         };
+        "rename into a directory" => |dir| {
+            std::fs::create_dir(dir.join("to")).unwrap();
+            each_old(dir, |old| std::fs::write(old, b"old"), |old| {
+                std::fs::rename(old, old.with_file_name("to").join(old.file_name().unwrap()))
+            })
+        };
+        "rename over in a directory" => |dir| {
+            std::fs::create_dir(dir.join("to")).unwrap();
+            drop(file(&dir.join("to")));
+            each_old(dir, |old| std::fs::write(old, b"old"), |old| {
+                std::fs::rename(old, old.with_file_name("to").join("file"))
+            })
+        };
+        "rename exchange of two directories' files" => |dir| {
+            let [one, other] = ["one", "other"].map(|name| dir.join(name));
+            for side in [&one, &other] {
+                std::fs::create_dir(side).unwrap();
+                drop(file(side));
+            }
+            let (one, other) = (one.join("file"), other.join("file"));
+            Box::new(move || {
+                done(rustix::fs::renameat_with(CWD, &one, CWD, &other, RenameFlags::EXCHANGE))
+            })
+        };
+        "link into a directory" => |dir| {
+            drop(file(dir));
+            std::fs::create_dir(dir.join("to")).unwrap();
+            each_new(dir, |new, dir| {
+                std::fs::hard_link(dir.join("file"), dir.join("to").join(new.file_name().unwrap()))
+            })
+        };
         "chmod" => |dir| {
             drop(file(dir));
             let (path, mut bits) = (dir.join("file"), 0o600);
@@ -448,11 +365,23 @@ pub fn ways() -> Vec<Way> {
                 done(rustix::fs::ioctl_setflags(&file, flags))
             })
         };
+        "file flags by a 32-bit call" => |dir| {
+            let file = file(dir);
+            let mut flags = rustix::fs::ioctl_getflags(&file).unwrap();
+            Box::new(move || {
+                flags ^= IFlags::NOATIME;
+                compat_flags(&file, flags)
+            })
+        }, or NOSYS;
+        "FS_IOC_FSSETXATTR" => |dir| {
+            let file = file(dir);
+            Box::new(move || fssetxattr(&file))
+        }, or OPNOTSUPP, or NOTTY;
         "file_setattr" => |dir| {
             drop(file(dir));
             let path = dir.join("file");
             Box::new(move || file_setattr(&path))
-        }, or NOSYS;
+        }, or NOSYS, or OPNOTSUPP;
         "map shared" => |dir| {
             let file = file(dir);
             Box::new(move || map(&file, ProtFlags::READ | ProtFlags::WRITE))
@@ -463,95 +392,4 @@ pub fn ways() -> Vec<Way> {
             Box::new(move || map(&file, ProtFlags::READ))
         };
     })
-}
-
-/// All that is in a directory: names, bytes, owner, mode, times, attributes.
-fn seen(dir: &Path) -> BTreeMap<PathBuf, String> {
-    let mut all = BTreeMap::new();
-    for path in std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).chain([dir.to_owned()]) {
-        let meta = std::fs::symlink_metadata(&path).unwrap();
-        let mut text = format!(
-            "{:o} {}:{} {} {} {}.{} {}.{}",
-            meta.mode(),
-            meta.uid(),
-            meta.gid(),
-            meta.size(),
-            meta.nlink(),
-            meta.mtime(),
-            meta.mtime_nsec(),
-            meta.ctime(),
-            meta.ctime_nsec(),
-        );
-        if meta.is_file() {
-            let digest = std::fs::read(&path)
-                .unwrap()
-                .iter()
-                .fold(7u64, |d, b| d.wrapping_mul(31).wrapping_add((*b).into()));
-            text.push_str(&format!(" {digest:x}"));
-            let file = File::open(&path).unwrap();
-            text.push_str(&format!(" {:?}", rustix::fs::ioctl_getflags(&file)));
-        }
-        if !meta.is_symlink() {
-            let mut names = [0; 1024];
-            let n = rustix::fs::listxattr(&path, &mut names[..]).unwrap();
-            for name in names[..n].split(|b| *b == 0).filter(|n| !n.is_empty()) {
-                let mut value = [0; 256];
-                let n = rustix::fs::getxattr(&path, name, &mut value[..]).unwrap();
-                text.push_str(&format!(" {}={:?}", String::from_utf8_lossy(name), &value[..n]));
-            }
-        }
-        all.insert(path, text);
-    }
-    all
-}
-
-/// Every row before the deadline, after it, and after a new one. Prints the table.
-pub fn each(scene: &Scene) {
-    let mut wrong = vec![];
-    let mut rows = vec![];
-    for (n, way) in ways().iter().enumerate() {
-        scene.open();
-        let dir = scene.merged().join(format!("way-{n}"));
-        std::fs::create_dir(&dir).unwrap();
-        let mut call = (way.make)(&dir);
-        let answer = |call: &mut Call| match call() {
-            Ok(()) => Ok(()),
-            Err(e) => Err(Errno::from_io_error(&e).unwrap()),
-        };
-        let fits = |answer: &Result<(), Errno>| match answer {
-            Ok(()) => true,
-            Err(e) => way.cannot.contains(e),
-        };
-        let before = answer(&mut call);
-        scene.shut();
-        let was = seen(&dir);
-        let after = answer(&mut call);
-        let same = seen(&dir) == was;
-        scene.open();
-        let again = answer(&mut call);
-        let unknown = before == Err(Errno::NOSYS) && after == before;
-        let good = fits(&before) && (after == Err(Errno::ROFS) || unknown) && same && fits(&again);
-        let name = |e: &Errno| format!("{:?}", nix::errno::Errno::from_raw(e.raw_os_error()));
-        let word = |a: &Result<(), Errno>| a.as_ref().map_or_else(name, |()| "ok".to_owned());
-        let row = format!(
-            "{:20} before: {:10} after: {:10} again: {:10} {}",
-            way.name,
-            word(&before),
-            word(&after),
-            word(&again),
-            if same { "unchanged" } else { "CHANGED" },
-        );
-        if !good {
-            wrong.push(row.clone());
-        }
-        rows.push(row);
-    }
-    println!("{}", rows.join("\n"));
-    assert!(
-        wrong.is_empty(),
-        "{} of {} rows do not hold:\n{}",
-        wrong.len(),
-        rows.len(),
-        wrong.join("\n")
-    );
 }

@@ -4,9 +4,13 @@
 
 use std::collections::HashMap;
 
-/// The parameters of a function, as far as the gate cares: the name of the structure that each points
-/// to, or nothing.
-pub(super) type Parameters = Vec<String>;
+/// A parameter of a function, as far as the gate cares.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Parameter {
+    pub name: String,
+    /// The name of the structure that it points to, or nothing.
+    pub points_to: String,
+}
 
 /// How the names of functions begin that may be asked for: a kernel has fifty thousand.
 const ASKED: [&str; 2] = ["bpf_lsm_", "__bpf_prog_enter"];
@@ -108,11 +112,16 @@ impl<'a> Types<'a> {
     }
 
     /// The parameters of the function of this name; `None` if the kernel has none.
-    pub(super) fn parameters(&self, function: &str) -> Option<Parameters> {
+    pub(super) fn parameters(&self, function: &str) -> Option<Vec<Parameter>> {
         let found = *self.functions.get(function)?;
         let prototype = self.start(self.word(found + 8)?)?;
         let n = self.members(prototype)?;
-        (0..n).map(|i| Some(self.pointed_to(self.word(prototype + 12 + i * 8 + 4)?))).collect()
+        let parameter = |i| {
+            let at = prototype + 12 + i * 8;
+            let name = self.name(at)?.to_owned();
+            Some(Parameter { name, points_to: self.pointed_to(self.word(at + 4)?) })
+        };
+        (0..n).map(parameter).collect()
     }
 
     /// Whether the kernel has a function of this name.
@@ -138,41 +147,90 @@ impl<'a> Types<'a> {
     }
 }
 
+/// Types as a kernel would have them, of functions that a test names.
+#[cfg(test)]
+pub(super) mod sample {
+    use super::{CONST, FUNC, FUNC_PROTO, MAGIC, PTR, STRUCT};
+
+    /// A function and its parameters: the name of each, and of the structure that it points to (an
+    /// integer without one).
+    pub(in super::super) type Function = (String, Vec<(&'static str, &'static str)>);
+
+    #[derive(Default)]
+    struct Builder {
+        strings: Vec<u8>,
+        words: Vec<u32>,
+        types: u32,
+    }
+
+    impl Builder {
+        fn string(&mut self, text: &str) -> u32 {
+            let at = u32::try_from(self.strings.len()).unwrap();
+            self.strings.extend(text.bytes().chain([0]));
+            at
+        }
+
+        /// The id of a new type: name, kind and members, third word, and what follows.
+        fn add(&mut self, name: &str, kind: u32, members: usize, third: u32, rest: &[u32]) -> u32 {
+            let name = if name.is_empty() { 0 } else { self.string(name) };
+            let info = kind << 24 | u32::try_from(members).unwrap();
+            self.words.extend([name, info, third]);
+            self.words.extend(rest);
+            self.types += 1;
+            self.types
+        }
+    }
+
+    /// The BTF of these functions.
+    pub(in super::super) fn of(functions: &[Function]) -> Vec<u8> {
+        let mut all = Builder { strings: vec![0], ..Builder::default() };
+        let int = all.add("int", 1, 0, 4, &[32]);
+        for (name, parameters) in functions {
+            let mut list = vec![];
+            for (parameter, to) in parameters {
+                let kind = match *to {
+                    "" => int,
+                    to => {
+                        let to = all.add(to, STRUCT, 0, 0, &[]);
+                        let to = all.add("", CONST, 0, to, &[]);
+                        all.add("", PTR, 0, to, &[])
+                    }
+                };
+                list.extend([all.string(parameter), kind]);
+            }
+            let prototype = all.add("", FUNC_PROTO, parameters.len(), int, &list);
+            all.add(name, FUNC, 1, prototype, &[]);
+        }
+        let length = |n: usize| u32::try_from(n).unwrap();
+        let words = length(all.words.len() * 4);
+        let mut bytes = MAGIC.to_ne_bytes().to_vec();
+        bytes.extend([1, 0]);
+        for word in [24, 0, words, words, length(all.strings.len())] {
+            bytes.extend(word.to_ne_bytes());
+        }
+        bytes.extend(all.words.into_iter().flat_map(u32::to_ne_bytes));
+        bytes.extend(all.strings);
+        bytes
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// `struct dentry; int bpf_lsm_f(const struct dentry *, int)`.
+    /// `int bpf_lsm_f(const struct dentry *dentry, int mask)`.
     fn sample() -> Vec<u8> {
-        let strings = b"\0dentry\0int\0bpf_lsm_f\0";
-        let (dentry, f, int) = (1, 12, 8);
-        let info = |kind: u32, n: u32| kind << 24 | n;
-        let words = [
-            [int, info(1, 0), 4].as_slice(),
-            &[32],
-            &[dentry, info(STRUCT, 0), 0],
-            &[0, info(CONST, 0), 2],
-            &[0, info(PTR, 0), 3],
-            &[0, info(FUNC_PROTO, 2), 1, 0, 4, 0, 1],
-            &[f, info(FUNC, 1), 5],
-        ]
-        .concat();
-        let length = u32::try_from(words.len() * 4).unwrap();
-        let mut bytes = MAGIC.to_ne_bytes().to_vec();
-        bytes.extend([1, 0]);
-        for word in [24, 0, length, length, strings.len() as u32] {
-            bytes.extend(word.to_ne_bytes());
-        }
-        bytes.extend(words.into_iter().flat_map(u32::to_ne_bytes));
-        bytes.extend(strings);
-        bytes
+        sample::of(&[("bpf_lsm_f".to_owned(), vec![("dentry", "dentry"), ("mask", "")])])
     }
 
     #[test]
     fn parameters_are_found_by_name() {
         let bytes = sample();
         let types = Types::parse(&bytes).unwrap();
-        assert_eq!(types.parameters("bpf_lsm_f"), Some(vec!["dentry".to_owned(), String::new()]));
+        let parameter =
+            |name: &str, to: &str| Parameter { name: name.to_owned(), points_to: to.to_owned() };
+        let wanted = vec![parameter("dentry", "dentry"), parameter("mask", "")];
+        assert_eq!(types.parameters("bpf_lsm_f"), Some(wanted));
         assert_eq!(types.parameters("bpf_lsm_g"), None);
         assert!(!types.has("dentry"), "a structure is no function");
     }

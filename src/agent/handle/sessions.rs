@@ -306,8 +306,10 @@ impl Agent {
         let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(LONG);
         slot.wait_for(wait, |inner| {
             let s = &inner.session;
-            // Busy is an answer once it was tried after this was asked, and not only before.
-            let busy = s.busy_since.is_some() && to <= Fact::ReadOnly && inner.is_idle();
+            // Busy is an answer once it was tried after this was asked, and not only before. A kill comes
+            // after the first refusal, and read-only is tried once more after it.
+            let tried = to <= Fact::ReadOnly || s.facts.has(Fact::Killed);
+            let busy = s.busy_since.is_some() && tried && inner.is_idle();
             // Read-only goes on being tried beside a seal that was asked for.
             let sealed = to == Fact::Sealed && s.facts.has(Fact::Sealed);
             !s.holds_lease() && (sealed || view::missing(s).is_none()) || busy

@@ -13,7 +13,7 @@ use super::keep;
 use super::slot::{Slot, draft};
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome};
-use crate::kernel::{clock, holders};
+use crate::kernel::clock;
 use crate::kernel::overlay::{self, ReadOnly, Unmount};
 use crate::kernel::walk::Dir;
 use crate::model::code::Code;
@@ -230,6 +230,7 @@ impl Host {
         drop(tried.turn);
         match answer {
             ReadOnly::Granted(proof) => {
+                slot.lock().named.forget();
                 let holders = keep::rivals_of(slot);
                 if !holders.is_empty() {
                     let answer = format!("{}, but that is not its only overlay", proof.answer);
@@ -246,8 +247,7 @@ impl Host {
             }
             ReadOnly::Busy(_) if s.facts.has(Fact::Killed) && !tried.last => Ok(vec![]),
             ReadOnly::Busy(proof) => {
-                let place = self.paths.cgroup(&slot.session());
-                let holders = holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
+                let holders = self.holders(slot, mounted.s_dev)?;
                 Ok(vec![Event::Busy { proof, holders }])
             }
         }

@@ -69,7 +69,10 @@ impl Agent {
 
     /// One session.
     pub async fn session(&self, id: SessionId) -> Result<SessionView, Failure> {
-        Ok(self.session_view(&*self.slot(id)?))
+        let slot = self.slot(id)?;
+        // What is shown is what the last try found; the next one looks anew.
+        slot.lock().named.ask();
+        Ok(self.session_view(&slot))
     }
 
     /// Everything the client needs to place a command; refused when no new work may start.
@@ -302,6 +305,7 @@ impl Agent {
             reason,
             now: clock::now(),
         };
+        slot.lock().named.ask();
         taken(&slot, self.0.apply(&slot, event, &actor(by)))?;
         let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(LONG);
         slot.wait_for(wait, |inner| {

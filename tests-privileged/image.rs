@@ -1,6 +1,8 @@
 //! Sessions whose upper lies in an image of its own: its size, what stops its file system, what is
 //! left of it, and watermarks. Through the command line, with agents of their own.
 
+mod damaged;
+
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -12,7 +14,7 @@ use crate::agent_process::{Host, has, id_of, path_of};
 use crate::host::{Place, Test, paced, paced_ttl};
 
 pub fn tests() -> Vec<Test> {
-    vec![
+    let mut all = vec![
         Test { name: "a_full_image_stops_its_own_workload_alone", run: full },
         Test { name: "all_verbs_work_as_on_a_directory_and_nothing_is_left", run: verbs },
         Test { name: "an_outside_writer_is_stopped_by_upper_frozen", run: outside },
@@ -27,7 +29,9 @@ pub fn tests() -> Vec<Test> {
         Test { name: "what_a_sync_told_is_not_forgotten", run: told_by_a_sync },
         Test { name: "a_host_without_mkfs_says_so", run: without_mkfs },
         Test { name: "above_a_watermark_no_session_is_opened", run: watermarks },
-    ]
+    ];
+    all.extend(damaged::tests());
+    all
 }
 
 const IMAGE: [&str; 4] = ["--upper", "image", "--size", "256M"];
@@ -530,7 +534,10 @@ fn full_below(place: &Place) {
     std::fs::write(path_of(&other["session"], "merged").join("f"), "f").unwrap();
     host.must(&["session", "close", &id_of(&other), "--checkpoint"]);
     // What can be read is exported.
+    let begun = Instant::now();
     host.must(&["fence", &id, "--to", "killed", "--reason", "test", "--wait"]);
+    assert!(begun.elapsed() < paced(Duration::from_secs(12)), "{:?}", begun.elapsed());
+    host.until(&id, |v| v["state"] == "PRESERVED");
     let bundle = host.dir.join("bundle");
     host.must(&["preserved", "export", &id, "--dest", bundle.to_str().unwrap()]);
     host.must(&["preserved", "discard", &id, "--yes"]);
@@ -560,7 +567,10 @@ fn told_by_a_sync(place: &Place) {
     assert!(host.start(None), "{}", host.log());
     refused(&host);
     // What can be read is exported.
+    let begun = Instant::now();
     host.must(&["fence", &id, "--to", "killed", "--reason", "test", "--wait"]);
+    assert!(begun.elapsed() < paced(Duration::from_secs(12)), "{:?}", begun.elapsed());
+    host.until(&id, |v| v["state"] == "PRESERVED");
     let bundle = host.dir.join("bundle");
     host.must(&["preserved", "export", &id, "--dest", bundle.to_str().unwrap()]);
     host.must(&["preserved", "discard", &id, "--yes"]);

@@ -1,6 +1,7 @@
 //! The second line: what nobody renews is frozen, without an agent.
 
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -27,6 +28,8 @@ pub fn tests() -> Vec<host::Test> {
         an_unreadable_entry_is_frozen_and_a_vanished_file_changes_nothing,
         of_a_torn_entry_the_whole_slot_counts,
         i3_a_thaw_that_the_keeper_undoes_first_is_recorded,
+        i9_a_crowd_that_was_stopped_earlier_delays_no_deadline,
+        i9_a_keeper_that_nobody_hears_freezes_all_the_same,
     ]
 }
 
@@ -286,4 +289,114 @@ fn i3_a_thaw_that_the_keeper_undoes_first_is_recorded(place: &host::Place) {
     assert!(frozen());
     host.must(&["preserved", "discard", &id, "--yes"]);
     host.stop();
+}
+
+/// The verb itself, in a process of its own.
+struct Verb(Child);
+
+impl Verb {
+    fn start(host: &Host, out: impl Into<Stdio>, failpoints: Option<&str>) -> Self {
+        let mut command = Command::new(&host.binary);
+        command.arg("keeper").arg("--config").arg(&host.config);
+        if let Some(plan) = failpoints {
+            command.env("OVERFENCE_FAILPOINTS", plan);
+        }
+        Self(command.stdin(Stdio::null()).stderr(out).spawn().unwrap())
+    }
+}
+
+impl Drop for Verb {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+fn table_of(host: &Host) -> Table {
+    std::fs::create_dir_all(host.dir.join("run")).unwrap();
+    Table::create_or_open(&host.dir.join("run/deadlines")).unwrap()
+}
+
+const CROWD: usize = 500;
+
+fn i9_a_crowd_that_was_stopped_earlier_delays_no_deadline(place: &host::Place) {
+    let host = Host::new(place, "host");
+    let mut table = table_of(&host);
+    // Entries before that of the one which passes last: a pass in the table's order comes to it in the end.
+    let crowd: Vec<Cgroup> = (0..CROWD)
+        .map(|n| {
+            let cgroup = place.cgroup.join(format!("old{n}"));
+            let (session, generation) = (SessionId::fresh(), Generation(1));
+            let deadline = soon(Duration::ZERO);
+            let entry = Deadline { session, generation, deadline, cgroup: cgroup.clone() };
+            table.set(&entry).unwrap();
+            Cgroup::create(&cgroup).unwrap()
+        })
+        .collect();
+    let points = host.dir.join("points");
+    let plan = format!("log={}", points.display());
+    let _keeper = Verb::start(&host, Stdio::null(), Some(&plan));
+    until("all are stopped", || crowd.iter().all(|cgroup| cgroup.wish().unwrap()));
+    let writes = || {
+        let log = std::fs::read_to_string(&points).unwrap();
+        log.lines().filter(|line| line.contains("keeper.freeze.before")).count()
+    };
+    let stands = |writes_now: usize| {
+        std::thread::sleep(PASS * 5);
+        assert_eq!(writes(), writes_now, "what stands was written again");
+    };
+    stands(CROWD);
+    let mut lost = Session::new(place, "lost", soon(LONG));
+    let mut late = Vec::new();
+    for n in 1..=5 {
+        let deadline = soon(PASS * 3 + host::paced(Duration::from_millis(330)));
+        lost.until(&mut table, deadline);
+        // A pass that read the earlier entry would freeze it.
+        std::thread::sleep(PASS * 2);
+        lost.cgroup.write_freeze(false).unwrap();
+        until("the one more is frozen", || lost.frozen());
+        let now = clock::now();
+        assert!(now >= deadline, "frozen before its deadline");
+        late.push(now.since(deadline));
+        stands(CROWD + n);
+    }
+    println!("beside {CROWD} that were stopped earlier, after the deadline: {late:?}");
+    assert!(late.iter().all(|late| *late < host::paced(Duration::from_millis(500))), "{late:?}");
+    // One of the crowd that somebody thaws has that for one pass, and a new one in its place is stopped.
+    crowd[7].write_freeze(false).unwrap();
+    until("it is frozen again", || crowd[7].wish().unwrap());
+    assert!(crowd[7].last_thaw().unwrap().is_some(), "it was not written down");
+    stands(CROWD + 6);
+    let path = crowd[8].path().to_owned();
+    std::fs::remove_dir(&path).unwrap();
+    std::thread::sleep(PASS * 2);
+    let anew = Cgroup::create(&path).unwrap();
+    until("the new one is stopped", || anew.wish().unwrap());
+    let stamp = Stamp { purpose: Purpose::Deadline, generation: Generation(1) };
+    until("it is stamped", || anew.read_stamp().unwrap() == Some(stamp));
+    stands(CROWD + 7);
+}
+
+fn i9_a_keeper_that_nobody_hears_freezes_all_the_same(place: &host::Place) {
+    let full = || Stdio::from(std::fs::File::options().write(true).open("/dev/full").unwrap());
+    let (_unread, stuck) = std::io::pipe().unwrap();
+    // Full to the last byte, so that the next one waits.
+    rustix::io::ioctl_fionbio(&stuck, true).unwrap();
+    while rustix::io::write(&stuck, b"x").is_ok() {}
+    rustix::io::ioctl_fionbio(&stuck, false).unwrap();
+    let (gone, nobody) = std::io::pipe().unwrap();
+    drop(gone);
+    for (name, out) in [("full", full()), ("stuck", stuck.into()), ("nobody", nobody.into())] {
+        let host = Host::new(place, name);
+        let mut table = table_of(&host);
+        let mut keeper = Verb::start(&host, out, None);
+        for n in 0..3 {
+            let deadline = soon(host::paced(Duration::from_millis(300)));
+            let session = Session::new(place, &format!("{name}{n}"), deadline);
+            table.set(&session.entry).unwrap();
+            until("it is frozen", || session.frozen());
+            println!("{name}: frozen {:?} after the deadline", clock::now().since(deadline));
+        }
+        assert_eq!(keeper.0.try_wait().unwrap(), None, "{name}: the keeper ended");
+    }
 }

@@ -159,6 +159,7 @@ fn granted(root: &OwnedFd) -> overfence::model::facts::Proof {
     loop {
         match overlay::remount_ro(root).unwrap() {
             ReadOnly::Granted(proof) => return proof,
+            ReadOnly::Refused(proof) => panic!("{proof:?}"),
             ReadOnly::Busy(proof) => assert!(begun.elapsed() < seconds(5), "{proof:?}"),
         }
         std::thread::sleep(Duration::from_millis(1));

@@ -13,11 +13,11 @@ use super::keep;
 use super::slot::{Slot, draft};
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome};
+use crate::kernel::clock;
 use crate::kernel::overlay::{self, ReadOnly, Unmount};
 use crate::kernel::walk::Dir;
-use crate::kernel::{clock, holders};
 use crate::model::code::Code;
-use crate::model::facts::{Fact, Proof};
+use crate::model::facts::{Fact, Holder, Proof};
 use crate::model::head::Digest;
 use crate::model::ids::PublicationKey;
 use crate::model::journal::Journal;
@@ -229,6 +229,7 @@ impl Host {
         drop(tried.turn);
         match answer {
             ReadOnly::Granted(proof) => {
+                slot.lock().named.forget();
                 let holders = keep::rivals_of(slot);
                 if !holders.is_empty() {
                     let answer = format!("{}, but that is not its only overlay", proof.answer);
@@ -238,10 +239,14 @@ impl Host {
                 let empty = changes::is_empty(upper.as_fd()).map_err(text)?;
                 Ok(vec![Event::ReadOnly { proof, empty }])
             }
+            // An answer, not a hiccup: another try would get the same.
+            ReadOnly::Refused(proof) => {
+                let holders = vec![Holder::stopped_file_system()];
+                Ok(vec![Event::Busy { proof, holders }])
+            }
             ReadOnly::Busy(_) if s.facts.has(Fact::Killed) && !tried.last => Ok(vec![]),
             ReadOnly::Busy(proof) => {
-                let place = self.paths.cgroup(&slot.session());
-                let holders = holders::of(mounted.s_dev, &slot.dirs.upper, &place).map_err(text)?;
+                let holders = self.holders(slot, mounted.s_dev)?;
                 Ok(vec![Event::Busy { proof, holders }])
             }
         }

@@ -37,6 +37,7 @@ mod keep;
 mod metrics;
 #[cfg(test)]
 mod modelcheck;
+mod named;
 mod open;
 mod paths;
 mod pulse;

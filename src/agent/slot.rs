@@ -18,6 +18,7 @@ use super::effects::text;
 use super::host::Host;
 use super::image::Readers;
 use super::keep::Kept;
+use super::named::Named;
 use crate::failpoint;
 use crate::kernel::cgroup::{Cgroup, Outcome, Stamp};
 use crate::kernel::clock;
@@ -89,6 +90,8 @@ pub struct Inner {
     pub capture_code: Option<Code>,
     /// What is known of it for keeping it stopped.
     pub kept: Kept,
+    /// Who was found to hold its overlay.
+    pub named: Named,
     /// Bytes and entries of the stopped upper, once counted.
     pub size: Option<(u64, u64)>,
     /// How much its last capture found in the upper.
@@ -238,6 +241,7 @@ impl Slot {
                 gathered: None,
                 capture_code: None,
                 kept: Kept::default(),
+                named: Named::default(),
                 size: None,
                 captured: None,
                 drafts: Vec::new(),
@@ -338,6 +342,7 @@ impl Host {
             if inner.session.state == State::Active {
                 inner.size = None;
                 inner.kept.forget();
+                inner.named.forget();
             }
             self.note(inner, &event);
             for effect in &done.effects {

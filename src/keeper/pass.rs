@@ -1,14 +1,15 @@
 //! What has passed, without a clock or a file; and the freeze of one cgroup.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use crate::failpoint;
 use crate::kernel::At as _;
 use crate::kernel::Result;
-use crate::kernel::cgroup::{Cgroup, Purpose, Stamp};
+use crate::kernel::cgroup::{self, Cgroup, Purpose, Stamp};
 use crate::kernel::clock;
 use crate::kernel::deadlines::{Deadline, Entry};
-use crate::model::ids::{BootId, Generation};
+use crate::model::ids::{BootId, Generation, SessionId};
 use crate::model::time::{BootInstant, BootNs};
 
 /// An entry whose session must not run any more.
@@ -18,8 +19,48 @@ pub struct Passed {
     pub cgroup: Option<PathBuf>,
     /// Under which generation; [`Generation::NONE`] when the entry does not say.
     pub generation: Generation,
-    /// Why, in words.
-    pub why: String,
+    /// Why.
+    pub why: Why,
+}
+
+/// Why an entry has passed. The same at every pass: it is put into words only where it is said.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Why {
+    /// By the clock.
+    Deadline {
+        /// Whose entry.
+        session: SessionId,
+        /// Its generation.
+        generation: Generation,
+        /// The deadline.
+        at: BootInstant,
+    },
+    /// It is of another boot.
+    OtherBoot {
+        /// Whose entry.
+        session: SessionId,
+        /// Its generation.
+        generation: Generation,
+    },
+    /// Neither of its slots can be believed.
+    Unreadable {
+        /// Which entry.
+        index: usize,
+    },
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Deadline { session, generation, at } => {
+                write!(f, "{session} generation {generation}, deadline {at} passed")
+            }
+            Self::OtherBoot { session, generation } => {
+                write!(f, "{session} generation {generation}, deadline of another boot")
+            }
+            Self::Unreadable { index } => write!(f, "entry {index} cannot be read"),
+        }
+    }
 }
 
 /// What one look at the table gave.
@@ -46,7 +87,7 @@ pub fn scan(
             Entry::Torn { index, cgroup } => scan.passed.push(Passed {
                 cgroup,
                 generation: Generation::NONE,
-                why: format!("entry {index} cannot be read"),
+                why: Why::Unreadable { index },
             }),
             Entry::Valid(Deadline { session, generation, deadline, cgroup }) => {
                 let why = match boot.map(|boot| BootInstant { boot, ns: deadline }) {
@@ -54,11 +95,8 @@ pub fn scan(
                         scan.next = Some(scan.next.map_or(deadline, |next| next.min(deadline)));
                         continue;
                     }
-                    // The same words at every pass: they are said once.
-                    Some(instant) if instant.boot == now.boot => {
-                        format!("{session} generation {generation}, deadline {instant} passed")
-                    }
-                    _ => format!("{session} generation {generation}, deadline of another boot"),
+                    Some(at) if at.boot == now.boot => Why::Deadline { session, generation, at },
+                    _ => Why::OtherBoot { session, generation },
                 };
                 scan.passed.push(Passed { cgroup: Some(cgroup), generation, why });
             }
@@ -79,9 +117,11 @@ pub(super) enum Answer {
 }
 
 impl Passed {
-    /// What messages are about.
-    pub(super) fn subject(&self) -> PathBuf {
-        self.cgroup.clone().unwrap_or_else(|| PathBuf::from(format!("({})", self.why)))
+    /// Whether the wish that an earlier pass wrote is there still: one descriptor and one read, since
+    /// there may be many of these ahead of the next deadline.
+    pub(super) fn stands(&self) -> bool {
+        let Some(path) = &self.cgroup else { return false };
+        cgroup::wish_at(path).is_ok_and(|wish| wish == Some(true))
     }
 
     /// Stamps and freezes; what was thawed since it was stamped is written down for the agent, which
@@ -151,7 +191,8 @@ mod tests {
         for boot in [Some(OTHER), None] {
             let scan = scan([entry(1, u64::MAX), entry(2, 0)], boot, &NOW);
             assert_eq!((cgroups(&scan), scan.next), (vec!["/c/1", "/c/2"], None), "{boot:?}");
-            assert!(scan.passed[0].why.contains("another boot"), "{}", scan.passed[0].why);
+            let why = scan.passed[0].why.to_string();
+            assert!(why.contains("another boot"), "{why}");
         }
     }
 
@@ -165,7 +206,7 @@ mod tests {
         assert_eq!(scan.passed.len(), 2);
         assert_eq!(cgroups(&scan), ["/c/torn"]);
         assert!(scan.passed.iter().all(|p| p.generation == Generation::NONE));
-        assert_ne!(scan.passed[0].subject(), scan.passed[1].subject());
+        assert_ne!(scan.passed[0].why, scan.passed[1].why);
         assert_eq!(scan.passed[1].freeze().unwrap(), Answer::Unnamed);
     }
 }

@@ -309,10 +309,7 @@ impl Cgroup {
 
     /// Whether it is wished frozen, by whomever.
     pub fn wish(&self) -> Result<bool> {
-        let mut wish = [0; 4];
-        let len = rustix::io::pread(&self.freeze, &mut wish, 0)
-            .at("read cgroup.freeze of", &self.path)?;
-        Ok(wish[..len].starts_with(b"1"))
+        read_wish(&self.freeze).at("read cgroup.freeze of", &self.path)
     }
 
     /// Freezes it and waits for the proof, `deadline` from now at most. A system call in progress
@@ -428,6 +425,22 @@ impl Cgroup {
         let path = self.path.join("cgroup.procs");
         std::fs::write(&path, pid.to_string()).at("move a process by writing", path)
     }
+}
+
+/// [`Cgroup::wish`] of the cgroup at `path`, without opening all of it; `None` if there is none.
+pub fn wish_at(path: &Path) -> Result<Option<bool>> {
+    let file = path.join("cgroup.freeze");
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match rustix::fs::open(&file, flags, Mode::empty()) {
+        Err(Errno::NOENT) => Ok(None),
+        answer => answer.and_then(|freeze| read_wish(&freeze)).map(Some).at("read", &file),
+    }
+}
+
+fn read_wish(freeze: &OwnedFd) -> rustix::io::Result<bool> {
+    let mut wish = [0; 4];
+    let len = rustix::io::pread(freeze, &mut wish, 0)?;
+    Ok(wish[..len].starts_with(b"1"))
 }
 
 fn is_cgroup2(dir: &OwnedFd) -> bool {

@@ -287,7 +287,7 @@ fn read_only(spec: Spec) -> Result<String> {
     let mounted = overlay::mount(&spec)?;
     match overlay::remount_ro(&mounted.root)? {
         ReadOnly::Granted(proof) => Ok(format!("mounts; read-only: {}", proof.answer)),
-        ReadOnly::Busy(_) => Err(Error::WrongMount {
+        ReadOnly::Busy(_) | ReadOnly::Refused(_) => Err(Error::WrongMount {
             path: spec.target,
             reason: "nobody uses it and it cannot become read-only".to_owned(),
         }),

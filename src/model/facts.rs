@@ -133,7 +133,8 @@ pub struct Holder {
     /// `descriptor`, `mapping`, `cwd`, `root` or `mount` of a process; `in-flight`: a socket of its
     /// with descriptors in it, of which nobody can say what they are; `loop`: a loop device;
     /// `overlay`: a second overlay on the same upper, and who sees it; `kernel`: nothing that could
-    /// be named; `others`: how many more there are than are listed.
+    /// be named; `file-system`: nobody, but the upper's file system met an error and refuses the sync that
+    /// read-only wants; `others`: how many more there are than are listed.
     pub how: String,
     /// The path or detail.
     pub what: String,
@@ -156,6 +157,27 @@ impl Holder {
         self.how == Self::LOOP
     }
 
+    /// [`Holder::how`] of an upper's file system that met an error: nobody holds the overlay, and it
+    /// takes no writes, yet it cannot be proved read-only.
+    pub const FILE_SYSTEM: &str = "file-system";
+
+    /// The file system of an upper that met an error and stopped.
+    pub fn stopped_file_system() -> Self {
+        Self {
+            pid: 0,
+            command: "kernel".to_owned(),
+            how: Self::FILE_SYSTEM.to_owned(),
+            what: "the upper's file system stopped after an error and cannot be synced".to_owned(),
+            cgroup: String::new(),
+            inside: false,
+        }
+    }
+
+    /// Whether it is the upper's file system, which met an error.
+    pub fn is_stopped_file_system(&self) -> bool {
+        self.how == Self::FILE_SYSTEM
+    }
+
     /// Whether it is a second overlay on the same upper.
     pub fn is_overlay(&self) -> bool {
         self.how == Self::OVERLAY
@@ -168,6 +190,9 @@ impl fmt::Display for Holder {
             "kernel" => return write!(f, "held by the kernel, not nameable: {}", self.what),
             Self::LOOP => return write!(f, "loop device {}", self.what),
             "others" => return f.write_str(&self.what),
+            Self::FILE_SYSTEM => {
+                return write!(f, "{}: `preserved export` saves what can be read", self.what);
+            }
             Self::OVERLAY => {
                 return write!(
                     f,

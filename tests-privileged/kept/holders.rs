@@ -10,11 +10,40 @@ pub fn tests() -> Vec<Test> {
         Test { name: "a_mount_below_merged_is_named_when_it_stops_a_removal", run: nested },
         Test { name: "who_hangs_on_a_dead_server_delays_no_search_for_holders", run: hung },
         Test { name: "a_loop_device_on_a_file_without_a_name_is_named", run: nameless_loop },
+        Test { name: "a_kill_beside_a_holder_outside_is_answered_in_time", run: killed },
     ]
 }
 
 fn trouble(view: &Value) -> &str {
     view["trouble"].as_str().unwrap_or_default()
+}
+
+/// Read-only stays refused, so that the wait would go on for all its time.
+fn killed(place: &Place) {
+    let mut host = host(place, "10m");
+    for (name, fenced_before) in [("running", false), ("fenced", true)] {
+        let opened = host.open(name, &paced_ttl(60));
+        let (id, session) = (id_of(&opened), &opened["session"]);
+        let held = std::fs::File::create(path_of(session, "merged").join("f")).unwrap();
+        if fenced_before {
+            assert_eq!(host.ask(&["fence", &id, "--reason", "test", "--wait"]).0, 8);
+        }
+        let begun = Instant::now();
+        host.must(&["fence", &id, "--to", "killed", "--reason", "test", "--wait=60s"]);
+        let took = begun.elapsed();
+        eprintln!("{name}: answered after {took:?}");
+        assert!(took < paced(Duration::from_secs(20)), "{name}: answered after {took:?}");
+        let view = host.must(&["session", "inspect", &id]);
+        assert!(has(&view, "killed") && !has(&view, "read-only"), "{view:#}");
+        assert_eq!((&view["state"], &view["missing"]), (&"PRESERVED".into(), &"read-only".into()));
+        let pid = std::process::id();
+        let holders = view["holders"].as_array().unwrap();
+        assert!(holders.iter().any(|h| h["pid"] == pid), "{holders:#?}");
+        drop(held);
+        host.until(&id, |v| has(v, "read-only"));
+        host.must(&["preserved", "discard", &id, "--yes"]);
+    }
+    host.stop();
 }
 
 fn nested(place: &Place) {

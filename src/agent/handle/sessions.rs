@@ -69,7 +69,10 @@ impl Agent {
 
     /// One session.
     pub async fn session(&self, id: SessionId) -> Result<SessionView, Failure> {
-        Ok(self.session_view(&*self.slot(id)?))
+        let slot = self.slot(id)?;
+        // What is shown is what the last try found; the next one looks anew.
+        slot.lock().named.ask();
+        Ok(self.session_view(&slot))
     }
 
     /// Everything the client needs to place a command; refused when no new work may start.
@@ -302,12 +305,15 @@ impl Agent {
             reason,
             now: clock::now(),
         };
+        slot.lock().named.ask();
         taken(&slot, self.0.apply(&slot, event, &actor(by)))?;
         let wait = wish.wait_ms.map_or(Duration::ZERO, Duration::from_millis).min(LONG);
         slot.wait_for(wait, |inner| {
             let s = &inner.session;
-            // Busy is an answer once it was tried after this was asked, and not only before.
-            let busy = s.busy_since.is_some() && to <= Fact::ReadOnly && inner.is_idle();
+            // Busy is an answer once it was tried after this was asked, and not only before. A kill comes
+            // after the first refusal, and read-only is tried once more after it.
+            let tried = to <= Fact::ReadOnly || s.facts.has(Fact::Killed);
+            let busy = s.busy_since.is_some() && tried && inner.is_idle();
             // Read-only goes on being tried beside a seal that was asked for.
             let sealed = to == Fact::Sealed && s.facts.has(Fact::Sealed);
             !s.holds_lease() && (sealed || view::missing(s).is_none()) || busy

@@ -178,13 +178,14 @@ pub enum ReadOnly {
     Granted(Proof),
     /// Somebody still holds it for write; see [`super::holders`].
     Busy(Proof),
+    /// Nobody holds it for write, but the file system below the upper refuses the sync that comes next:
+    /// it met an error and takes no writes any more. Asked again it answers the same.
+    Refused(Proof),
 }
 
 /// Asks for a read-only superblock. Syncs the whole file system below the upper: can take
 /// seconds, uninterruptibly.
 pub fn remount_ro(root: &OwnedFd) -> Result<ReadOnly> {
-    failpoint::fails("kernel.remount-ro.before")
-        .at("make read-only", "the overlay's superblock")?;
     let begun = clock::now();
     let proof = |answer: String| Proof {
         asked: "reconfigure overlay superblock ro, then faccessat W_OK".to_owned(),
@@ -192,8 +193,13 @@ pub fn remount_ro(root: &OwnedFd) -> Result<ReadOnly> {
         at: clock::now(),
         took_us: clock::micros_since(begun),
     };
-    match reconfigure(root, "ro") {
+    match failpoint::fails("kernel.remount-ro.before").and_then(|()| reconfigure(root, "ro")) {
         Err(Errno::BUSY) => return Ok(ReadOnly::Busy(proof("EBUSY".to_owned()))),
+        // From 6.14 on: writers are looked for first, so there are none, and then it is synced.
+        Err(Errno::ROFS) => {
+            let why = "EROFS: the upper's file system stopped after an error and cannot be synced";
+            return Ok(ReadOnly::Refused(proof(why.to_owned())));
+        }
         answer => answer.at("make read-only", "the overlay's superblock")?,
     }
     failpoint::hit("kernel.remount-ro.after");

@@ -230,7 +230,11 @@ pub(super) fn on_busy(s: &mut Session, proof: &Proof, holders: &[Holder]) -> Ste
                 *mode = CloseMode::Keep;
             }
             s.holders = holders.to_vec();
-            s.trouble = Some("the overlay is held for writing from outside the session".to_owned());
+            let stopped = holders.iter().find(|holder| holder.is_stopped_file_system());
+            s.trouble = Some(match stopped {
+                Some(stopped) => stopped.to_string(),
+                None => "the overlay is held for writing from outside the session".to_owned(),
+            });
             Step::go([Effect::Release])
         }
         State::Opening | State::Active | State::Deleting | State::Closed | State::Quarantined => {

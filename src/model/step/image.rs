@@ -12,7 +12,9 @@ fn wanted(s: &Session) -> bool {
     let stopped = s.facts.has(Fact::Frozen) || s.facts.has(Fact::Killed);
     // Who runs on would hang on it.
     let wanted = s.fence.to != Fact::Frozen && !s.may_run_on();
-    s.upper.size().is_some() && stopped && wanted
+    // What met an error stands by itself, and FIFREEZE would only fail.
+    let broken = s.holders.iter().any(Holder::is_stopped_file_system);
+    s.upper.size().is_some() && stopped && wanted && !broken
 }
 
 /// Adds the stop to what a refused read-only led to, unless something follows at once for which it

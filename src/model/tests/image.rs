@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::super::backing::Backing;
-use super::super::facts::Fact;
+use super::super::facts::{Fact, Holder};
 use super::super::ids::{Generation, LeaseId};
 use super::super::limits::Size;
 use super::super::session::{
@@ -86,6 +86,40 @@ fn it_stands_only_once_read_only_was_refused_and_only_in_an_image() {
     step(&mut s, &frozen());
     let granted = Event::ReadOnly { proof: proof(2), empty: false };
     then(&mut s, granted, OFF, &[Effect::Show]);
+}
+
+/// It met an error: it takes no writes and refuses its sync for ever, so nothing waits for that.
+#[test]
+fn one_that_met_an_error_is_as_far_as_it_goes() {
+    let refused = || Event::Busy { proof: proof(2), holders: vec![Holder::stopped_file_system()] };
+    let mut s = active(OnBusy::Hold, image());
+    step(&mut s, &Event::LeaseLost { loss: Loss::Reboot, revoke: false });
+    step(&mut s, &frozen());
+    then(&mut s, refused(), OFF, &[Effect::Show]);
+    assert_eq!((s.state, s.facts.names()), (State::Preserved, vec!["frozen"]));
+    then(&mut s, tick(9), OFF, &[Effect::ReadOnly]);
+    let again = step(&mut s, &refused());
+    assert_eq!((again.effects.as_slice(), again.record), ([].as_slice(), false), "no news");
+
+    let mut s = active(OnBusy::Hold, image());
+    step(&mut s, &asked(Fact::Killed));
+    step(&mut s, &frozen());
+    then(&mut s, refused(), OFF, &[Effect::Kill]);
+    then(&mut s, Event::Killed { proof: proof(3) }, OFF, &[Effect::ReadOnly]);
+    then(&mut s, refused(), OFF, &[Effect::Show]);
+    assert_eq!(s.state, State::Preserved);
+
+    for mode in [CloseMode::Keep, CloseMode::Checkpoint, CloseMode::Discard] {
+        let mut s = active(OnBusy::Hold, image());
+        step(&mut s, &Event::CloseAsked { mode, key: key(1) });
+        step(&mut s, &Event::Killed { proof: proof(4) });
+        then(&mut s, refused(), OFF, &[Effect::Release]);
+        let told = s.trouble.clone().unwrap();
+        assert!(told.contains("stopped after an error"), "{told}");
+        step(&mut s, &Event::Released);
+        let gone = mode == CloseMode::Discard;
+        assert_eq!(s.state, if gone { State::Deleting } else { State::Preserved }, "{mode:?}");
+    }
 }
 
 #[test]

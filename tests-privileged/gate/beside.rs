@@ -36,7 +36,7 @@ impl Drop for Bare {
 /// the errno, the same tree.
 pub fn same(place: &Place) {
     const SEED: u64 = 20_261_201;
-    const STEPS: usize = 2_000;
+    const STEPS: usize = 2_800;
     let gated = Scene::new(place);
     gated.open();
     let bare = Bare::new(&place.dir.join("bare"));

@@ -24,7 +24,7 @@ use crate::host::{Place, paced};
 const SESSIONS: usize = 64;
 const ROUNDS: usize = 16;
 /// Emulated, a renewal of all of them takes its time.
-const TTL: Duration = Duration::from_millis(1500);
+const TTL: Duration = Duration::from_secs(2);
 /// Those of the writers that never rest: their files do not grow by it.
 const RESTLESS: [&str; SESSIONS / 8] = [
     "write",

@@ -182,11 +182,14 @@ impl Host {
         let _one = self.gate.adopting.lock().unwrap_or_else(PoisonError::into_inner);
         let up = self.gate.up();
         let Some(gate) = &up.gate else { return };
-        let (id, generation, holds, deadline) = {
+        let (id, generation, holds) = {
             let inner = slot.lock();
-            let holds = inner.session.holds_lease();
-            let deadline = if holds { inner.deadline().0 } else { BootNs(0) };
-            (slot.id, inner.session.generation, holds, deadline)
+            (slot.id, inner.session.generation, inner.session.holds_lease())
+        };
+        // The lease may be renewed while others are waited for.
+        let deadline = || {
+            let inner = slot.lock();
+            if inner.session.holds_lease() { inner.deadline().0 } else { BootNs(0) }
         };
         let found = match gate.find(root, id) {
             // Of one that is stopped it stays, shut, until its overlay is dead.

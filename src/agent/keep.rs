@@ -371,16 +371,29 @@ pub fn heard(
     Ok(events)
 }
 
-/// Compares a stopped session's upper with its print, or takes one. Whether it was changed.
-pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) -> bool {
-    let Some(look) = looking(host, slot) else { return false };
+/// What a look at an upper came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Looked {
+    /// It is as it was, or this was the first look.
+    Same,
+    /// It was changed past the overlay.
+    Changed,
+    /// It could not be told.
+    Failed,
+    /// It is no time for one: see [`looking`].
+    NotNow,
+}
+
+/// Compares a stopped session's upper with its print, or takes one.
+pub fn upper(host: &Arc<Host>, slot: &Arc<Slot>) -> Looked {
+    let Some(look) = looking(host, slot) else { return Looked::NotNow };
     let stop = || host.stopping() || !look.holds(host, slot);
     match print::look(&slot.dirs.upper, look.printer(), &stop) {
         Ok(printer) => look.ended(host, slot, printer),
-        Err(crate::upper::Error::Stopped) => false,
+        Err(crate::upper::Error::Stopped) => Looked::Failed,
         Err(fault) => {
             tracing::warn!(OVERFENCE_SESSION = %slot.id, "its upper was not looked at: {}", text(fault));
-            false
+            Looked::Failed
         }
     }
 }
@@ -438,14 +451,14 @@ impl Look {
     }
 
     /// Ends the look, with what a walk through everything met. What was changed is told, and is in the
-    /// evidence when this returns true.
-    pub fn ended(self, host: &Arc<Host>, slot: &Arc<Slot>, printer: Printer) -> bool {
+    /// evidence when this returns.
+    pub fn ended(self, host: &Arc<Host>, slot: &Arc<Slot>, printer: Printer) -> Looked {
         let Some((print, seen)) = printer.compared(self.earlier()) else {
             slot.lock().kept.print = self.known;
-            return false;
+            return Looked::Same;
         };
         if !self.holds(host, slot) {
-            return false;
+            return Looked::Failed;
         }
         let changed = !seen.is_empty();
         if changed {
@@ -457,6 +470,6 @@ impl Look {
             tracing::warn!(OVERFENCE_SESSION = %slot.id, "{why}");
         }
         slot.lock().kept.print = Some(taken);
-        changed
+        if changed { Looked::Changed } else { Looked::Same }
     }
 }

@@ -73,7 +73,9 @@ impl Host {
             let inner = slot.lock();
             (inner.named.known(&inner.session.facts, clock::now()), inner.session.clone())
         };
-        if let Some(holders) = known.filter(|known| known.iter().all(is_there)) {
+        // Who runs on behind the gate is frozen by what a search finds: no earlier answer will do.
+        let known = known.filter(|known| !s.run_on && known.iter().all(is_there));
+        if let Some(holders) = known {
             return Ok(holders);
         }
         let holders = holders::of(s_dev, &slot.dirs.upper, &self.paths.cgroup(&s)).map_err(text)?;

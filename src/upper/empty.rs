@@ -143,8 +143,9 @@ fn not_empty(e: &Error) -> bool {
 
 fn remove_name(dir: &Dir, name: &OsStr, info: &Info, removed: &Progress) -> Result<()> {
     let directory = info.kind == FileType::Directory;
+    // It was looked at before others of its names went.
+    let freed = directory || info.nlink <= 1 || dir.stat(name)?.nlink <= 1;
     unlink(dir, name, if directory { AtFlags::REMOVEDIR } else { AtFlags::empty() })?;
-    let freed = info.nlink <= 1 || directory;
     removed.did(if freed { info.blocks * 512 } else { 0 }, 1);
     Ok(())
 }

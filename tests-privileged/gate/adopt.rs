@@ -225,7 +225,7 @@ fn live(place: &Place) {
     let file = File::create(spec.target.join("file")).unwrap();
     let over = Arc::new(AtomicBool::new(false));
     let busy = hammer(file.try_clone().unwrap(), Arc::clone(&over));
-    let enter = |deadline| gate.enter_live(&mounted.root, SessionId::fresh(), LEASE, deadline);
+    let enter = |deadline| gate.enter_live(&mounted.root, SessionId::fresh(), LEASE, || deadline);
     for _ in 0..200 {
         let entry = enter(BootNs(u64::MAX)).unwrap();
         assert!(entry.shared(), "what was mapped before is not known");

@@ -146,8 +146,10 @@ pub fn told(place: &Place) {
     let label = if emulated { " (emulated: the ratios only)" } else { "" };
     for ((what, _), took) in all.iter().zip(&took) {
         let [with, without, none] = [0, 1, 2].map(|which| median(took[which].iter().copied()));
-        let half = |odd: usize| median(took[1].iter().skip(odd).step_by(2).copied());
-        let noise = (half(0) / half(1) - 1.0).abs();
+        let half =
+            |which: usize, odd: usize| median(took[which].iter().skip(odd).step_by(2).copied());
+        let noise = [0, 1].map(|which| (half(which, 0) / half(which, 1) - 1.0).abs());
+        let noise = noise.into_iter().fold(0.0, f64::max);
         let (ratio, to_none) = (with / without, with / none);
         let beside = match alone {
             true => format!("{to_none:.3} of without any programs"),
@@ -162,7 +164,8 @@ pub fn told(place: &Place) {
             println!("{what}: {:.0} ns more each", (with - without) * 1e9 / 2_000.0);
         }
         match !emulated && noise < NOISE && alone {
-            true => assert!(ratio < TARGET && to_none < TARGET, "{what}: {took:?}"),
+            // Without any was measured at another time: it is told, and not judged.
+            true => assert!(ratio < TARGET, "{what}: {took:?}"),
             false => assert!(ratio < 2.0, "{what}: {took:?}"),
         }
     }

@@ -9,13 +9,13 @@ use std::time::Duration;
 use super::{Agent, PATIENCE, actor, denied, drop_scratch, internal, of_upper};
 use crate::agent::failure::{Caller, Failure};
 use crate::agent::host::Host;
-use crate::agent::keep;
+use crate::agent::keep::{self, Looked};
 use crate::agent::recover::unknown;
 use crate::agent::slot::{Applied, Inner, Slot};
 use crate::kernel::walk::Dir;
 use crate::model::classify::{Plan, Record};
 use crate::model::code::Code;
-use crate::model::facts::Fact;
+use crate::model::facts::{Fact, Facts};
 use crate::model::ids::{Generation, PublicationKey, SessionId};
 use crate::model::journal::Entry;
 use crate::model::session::{Disposition, Session, State};
@@ -76,8 +76,15 @@ impl Agent {
             .blocking(move |host| {
                 let made = export(host, &asked, &who, dest)?;
                 // What came after the bundle was made is in no bundle.
-                let late = dispose && made.unstable.is_none() && keep::upper(host, &asked);
-                let unstable = if late { Some(CHANGED) } else { made.unstable };
+                let unstable = match made.unstable {
+                    None if dispose => match keep::upper(host, &asked) {
+                        Looked::Changed => Some(CHANGED),
+                        Looked::Failed => Some(NOT_SEEN),
+                        // What is proved of it decides, when it is disposed of.
+                        Looked::Same | Looked::NotNow => None,
+                    },
+                    known => known,
+                };
                 Ok((made, unstable))
             })
             .await?;
@@ -88,7 +95,7 @@ impl Agent {
         }
         if dispose {
             let disposition = Disposition::Exported { who: actor(by), bundle: made.digest };
-            self.dispose(by, &slot, made.generation, disposition).await?;
+            self.dispose(by, &slot, made.generation, Some(&made.facts), disposition).await?;
         }
         Ok(Exported {
             path: PathText::of(&made.path),
@@ -104,20 +111,28 @@ impl Agent {
     pub async fn discard(&self, by: &Caller, id: SessionId) -> Result<SessionView, Failure> {
         let slot = self.slot(id)?;
         let generation = slot.session().generation;
-        self.dispose(by, &slot, generation, Disposition::Discard { who: actor(by) }).await?;
+        let disposition = Disposition::Discard { who: actor(by) };
+        self.dispose(by, &slot, generation, None, disposition).await?;
         Ok(self.session_view(&slot))
     }
 
-    /// Decides on the bytes of `generation`: a session that was readmitted meanwhile has others.
+    /// Decides on the bytes of `generation`: a session that was readmitted meanwhile has others. With `held`
+    /// only if what was proved of it then kept it from being written to until now.
     async fn dispose(
         &self,
         by: &Caller,
         slot: &Arc<Slot>,
         generation: Generation,
+        held: Option<&Facts>,
         disposition: Disposition,
     ) -> Result<(), Failure> {
         {
             let mut inner = slot.lock();
+            if held.is_some_and(|facts| !is_stable(facts, &inner.session.facts)) {
+                let text = "the session did not stay stopped while its bundle was made: nothing is \
+                            removed; export again";
+                return Err(Failure::new(Code::Partial, text.to_owned()));
+            }
             if inner.session.generation != generation {
                 return Err(denied(&inner.session, Code::Busy));
             }
@@ -183,7 +198,12 @@ struct MadeBundle {
     /// Why it may not be what the upper holds, and what to do.
     unstable: Option<&'static str>,
     generation: Generation,
+    /// What was proved when it was begun.
+    facts: Facts,
 }
+
+const NOT_SEEN: &str =
+    "its upper could not be looked at again (the journal says why; export again)";
 
 const FROZEN_ONLY: &str = "the session is frozen only and its bytes could still change \
      (`overfence fence --to killed` it and export again)";
@@ -238,10 +258,11 @@ fn export(
             })
             .map_err(|why| Failure::new(Code::MountFailed, why))?;
         // Whoever changed it since the last look is in the bundle's evidence.
-        let changed = match look {
+        let looked = match look {
             Some(look) if matches!(captured, Ok(Some(_))) => look.ended(host, slot, printer),
             _ => keep::upper(host, slot),
         };
+        let changed = looked == Looked::Changed;
         let captured = captured.map_err(of_upper)?;
         let Some(captured) = captured else {
             let text = format!(
@@ -256,7 +277,7 @@ fn export(
         if now.generation != s.generation || now.state != s.state {
             return Err(denied(&now, Code::Busy));
         }
-        let unstable = match is_stable(&s, &now) {
+        let unstable = match is_stable(&s.facts, &now.facts) {
             false => Some(FROZEN_ONLY),
             true => (changed || captured.changed > 0).then_some(CHANGED),
         };
@@ -269,7 +290,7 @@ fn export(
                 .map_err(of_upper)?;
         }
         let made = bundle_of(host, slot, &layers, &captured, &provenance, to, &stop)?;
-        Ok(MadeBundle { unstable, ..made })
+        Ok(MadeBundle { unstable, facts: s.facts.clone(), ..made })
     });
     drop_scratch(&scratch);
     let made = made?;
@@ -316,9 +337,9 @@ fn read_again(
 /// Whether nothing can have changed the upper from `before` to `now`. From `frozen` alone a system
 /// call or a mapping outside may have; and what was lifted and proved again did not hold all the
 /// time.
-fn is_stable(before: &Session, now: &Session) -> bool {
+fn is_stable(before: &Facts, now: &Facts) -> bool {
     [Fact::ReadOnly, Fact::UpperFrozen, Fact::Gone].iter().any(|fact| {
-        let (old, new) = (before.facts.0.get(fact), now.facts.0.get(fact));
+        let (old, new) = (before.0.get(fact), now.0.get(fact));
         old.is_some() && old == new
     })
 }
@@ -350,7 +371,8 @@ fn bundle_of(
     });
     let made = made.map_err(of_upper)?;
     let (digest, layer) = (made.manifest, Some(captured.diff_id));
-    Ok(MadeBundle { path, digest, layer, unstable: None, generation: provenance.generation })
+    let (unstable, generation, facts) = (None, provenance.generation, Facts::default());
+    Ok(MadeBundle { path, digest, layer, unstable, generation, facts })
 }
 
 /// The newest entries that fit: a manifest has a limit.

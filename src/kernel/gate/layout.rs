@@ -12,13 +12,10 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::hooks::Row;
 use crate::model::ids::SessionId;
-use crate::model::time::BootNs;
 
 /// The layout of the maps and of their names below bpffs.
 pub(super) const LAYOUT: u32 = 2;
 const MAGIC: u64 = u64::from_le_bytes(*b"ovf-gate");
-/// The programs count time in units of two to the power of this, nanoseconds, when they tell.
-const TELL: u32 = 27;
 
 /// A wish: no writable shared mapping, whatever the lease says.
 pub(super) const DENY_SHARED: u32 = 1;
@@ -64,11 +61,6 @@ impl Raw {
     /// Whether a call met the overlay, so that the programs know it by this entry.
     pub(super) fn is_met(&self) -> bool {
         ![0, DEAD].contains(&self.superblock.load(Ordering::SeqCst))
-    }
-
-    /// What is refused in this instant is counted and not told.
-    pub(super) fn hush(&self, now: BootNs) {
-        self.told.store((now.0 >> TELL & 0xffff_ffff) as u32, Ordering::SeqCst);
     }
 
     /// Whatever was in it, nothing is let through from now on.
@@ -245,15 +237,5 @@ mod tests {
         assert_eq!(free(), Some(2));
         table.at(3).dev.store(0, Ordering::SeqCst);
         assert_eq!(free(), Some(3), "one that is free comes first");
-    }
-
-    #[test]
-    fn what_is_hushed_counts_as_told_in_this_instant() {
-        let table = table(136, 2).unwrap();
-        table.at(1).hush(BootNs(5 << 27 | 77));
-        assert_eq!(table.at(1).told.load(Ordering::SeqCst), 5);
-        // As the programs cut it to 32 bits.
-        table.at(1).hush(BootNs((1 << 32 | 9) << 27));
-        assert_eq!(table.at(1).told.load(Ordering::SeqCst), 9);
     }
 }

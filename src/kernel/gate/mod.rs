@@ -166,36 +166,45 @@ impl Gate {
     /// Enters an overlay, shut, and proves by a refused write probe that the programs know it. `root`
     /// is its root, best before it is mounted anywhere.
     pub fn enter(&self, root: &OwnedFd, id: SessionId, generation: Generation) -> Result<Entry> {
-        let entry = self.make(root, id, generation, None)?;
+        let entry = self.make(root, id, generation, None::<fn() -> BootNs>)?;
         match entry.prove(root) {
             Ok(Some(_)) => Ok(entry),
             Ok(None) => {
-                self.leave(&entry)?;
+                self.give_up(&entry)?;
                 Err(no_gate("the programs let a write pass that they were to refuse".to_owned()))
             }
             Err(fault) => {
-                self.leave(&entry)?;
+                self.give_up(&entry)?;
                 Err(fault)
             }
         }
     }
 
+    /// Leaves an overlay that could not be entered. An entry that stays, which nobody knows of, refuses
+    /// nothing: nobody would move its deadline.
+    fn give_up(&self, entry: &Entry) -> Result<()> {
+        self.leave(entry).inspect_err(|_| {
+            entry.raw().deadline.store(u64::MAX, Ordering::SeqCst);
+        })
+    }
+
     /// Enters an overlay that is in use, under a deadline from the start: no write of a good lease is
-    /// refused. That the programs know it is proved by a call that they noted, whatever its answer.
+    /// refused. `deadline` is asked once it is entered at once. That the programs know it is proved by a
+    /// call that they noted, whatever its answer.
     /// What was mapped before is not known.
     pub fn enter_live(
         &self,
         root: &OwnedFd,
         id: SessionId,
         generation: Generation,
-        deadline: BootNs,
+        deadline: impl FnOnce() -> BootNs,
     ) -> Result<Entry> {
         let entry = self.make(root, id, generation, Some(deadline))?;
         let (answer, _) = entry.ask(root);
         if entry.raw().is_met() {
             return Ok(entry);
         }
-        self.leave(&entry)?;
+        self.give_up(&entry)?;
         let why = match answer {
             // By the superblock, before anybody asks the programs.
             Err(Errno::ROFS) => "the overlay is read-only: there is nothing to enter",
@@ -210,7 +219,7 @@ impl Gate {
         root: &OwnedFd,
         id: SessionId,
         generation: Generation,
-        deadline: Option<BootNs>,
+        deadline: Option<impl FnOnce() -> BootNs>,
     ) -> Result<Entry> {
         let info = walk::stat_fd(root).at("stat", "the overlay's root")?;
         let dev = kernel_dev(&info)?;
@@ -224,7 +233,7 @@ impl Gate {
         raw.shut(generation.0, info.ino, id);
         if let Some(deadline) = deadline {
             raw.shared.store(1, Ordering::SeqCst);
-            raw.deadline.store(deadline.0, Ordering::SeqCst);
+            raw.deadline.store(deadline().0, Ordering::SeqCst);
         }
         raw.dev.store(dev, Ordering::SeqCst);
         let entered = self.devices().insert(dev, at, 0);
@@ -425,7 +434,6 @@ impl Entry {
         let raw = self.raw();
         let counter = &raw.refused[Row::Names as usize];
         let before = counter.load(Ordering::SeqCst);
-        raw.hush(clock::now());
         let answer = rustix::fs::accessat(root, ".", Access::WRITE_OK, AtFlags::empty());
         let counted = counter.load(Ordering::SeqCst).wrapping_sub(before);
         if answer == Err(Errno::ROFS) && counted > 0 {

@@ -65,11 +65,11 @@ fn one_with_an_image_has_its_upper_in_it_and_goes_as_any_other() {
     let image = dirs.image.clone().unwrap();
     assert!(dirs.upper.starts_with(&image.disk) && dirs.work.starts_with(&image.disk));
     assert!(image.disk.is_dir() && !dirs.upper.exists());
-    std::fs::write(&image.file, vec![1; 10_000]).unwrap();
+    std::fs::write(&image.file, vec![1; 1 << 20]).unwrap();
     let removed = remove(&place.sessions, &gone(id), &place.trash, &Progress::default()).unwrap();
     // The image, its mount point, merged, the marker, the top.
     assert_eq!(removed.entries, 5);
-    assert!(removed.bytes >= 10_000, "{removed:?}");
+    assert!(removed.bytes >= 1 << 20, "{removed:?}");
     let new = place.sessions.join(format!("{MAKING}{}", SessionId::fresh()));
     std::fs::create_dir_all(Image::below(&new).disk).unwrap();
     assert_eq!(sweep_unfinished(&place.sessions).unwrap(), 1);

@@ -9,6 +9,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "a_second_overlay_elsewhere_is_found_by_what_it_is", run: elsewhere },
         Test { name: "reading_and_sealing_is_no_change", run: unchanged },
         Test { name: "i4_what_is_written_during_an_export_is_not_removed", run: late },
+        Test { name: "i4_what_was_writable_during_an_export_is_not_removed", run: lifted },
         Test { name: "i4_an_export_of_what_is_frozen_only_removes_nothing", run: frozen_only },
     ]
 }
@@ -268,6 +269,33 @@ fn late(place: &Place) {
     assert!(!upper.exists());
     let rows = host.run(&["bundle", "diff", again.to_str().unwrap()]);
     assert!(String::from_utf8_lossy(&rows.stdout).contains("late"), "{rows:?}");
+    host.stop();
+}
+
+/// Somebody takes read-only away after the capture; the agent wins it back before the bundle has its name.
+fn lifted(place: &Place) {
+    let mut host = host(place, "1h");
+    host.stop();
+    assert!(host.start(Some("stall=upper.bundle.rename.before")), "{}", host.log());
+    let (id, session) = stopped(&host, "w");
+    let bundle = host.dir.join("bundle");
+    let mut export = host.verb(&["preserved", "export", &id, "--dispose", "--yes"]);
+    export.arg("--dest").arg(&bundle).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let asked = export.spawn().unwrap();
+    let made = |entry: std::io::Result<std::fs::DirEntry>| {
+        entry.unwrap().file_name().as_encoded_bytes().starts_with(b".overfence-bundle-")
+    };
+    wait("the bundle is made", || std::fs::read_dir(&host.dir).unwrap().any(made));
+    must(Command::new("mount").args(["-o", "remount,rw"]).arg(path_of(&session, "merged")));
+    wait("it is told", || told(&host, &id, "read_only_lost").0 == 1);
+    assert!(!bundle.exists(), "the export was faster");
+    let out = asked.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(8), "{said}");
+    assert!(said.contains("nothing is removed") && bundle.exists(), "{said}");
+    assert!(path_of(&session, "upper").join("g").exists());
+    host.until(&id, |v| has(v, "read-only"));
+    host.must(&["preserved", "discard", &id, "--yes"]);
     host.stop();
 }
 

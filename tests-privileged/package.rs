@@ -199,14 +199,19 @@ fn removes(place: &Place) {
     machine.must(&["dpkg", "--remove", "overfence"]);
 }
 
-/// A session that is opened between the list and the end of the agent: here, as the agent is stopped.
+/// A session that is opened between the list and the end of the agent: here, as the configuration is read.
 fn came_meanwhile(place: &Place) {
     let machine = machine(place);
     install(&machine);
-    let opens = "[Service]\nExecStop=/usr/bin/overfence session open -w late --create --ttl 10m\n";
-    machine::drop_in(&machine.root, AGENT, opens);
-    machine.must(&["systemctl", "daemon-reload"]);
+    let [program, real] =
+        ["overfence", "overfence.real"].map(|n| machine.root.join("usr/bin").join(n));
+    fs::rename(&program, &real).unwrap();
+    let opens =
+        "[ \"$1\" != config ] || overfence.real session open -w late --create --ttl 10m >&2";
+    fs::write(&program, format!("#!/bin/sh\n{opens}\nexec overfence.real \"$@\"\n")).unwrap();
+    fs::set_permissions(&program, fs::metadata(&real).unwrap().permissions()).unwrap();
     let refused = machine.run(&["dpkg", "--remove", "overfence"]);
+    fs::rename(&real, &program).unwrap();
     let said = text(&refused);
     assert!(!refused.status.success() && said.contains("were opened meanwhile"), "{said}");
     let installed = machine.must(&["dpkg-query", "-W", "-f", "${db:Status-Status}", "overfence"]);

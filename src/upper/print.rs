@@ -34,7 +34,7 @@ pub struct Print {
     pub sum: Digest,
 }
 
-/// Makes a print of what a [`Walk`] meets; for one that is made for something else as well.
+/// Makes a print of what a walk meets; for one that is made for something else as well.
 #[derive(Debug)]
 pub struct Printer {
     sum: Sha256,

@@ -130,7 +130,7 @@ pub fn undisturbed(place: &Place) {
     fs::copy(&host.binary, &binary).unwrap();
     host.start_keeper();
     let unit = Unit::start(&host, &binary);
-    let opened = host.open("w", &paced_ttl(10));
+    let opened = host.open("w", &paced_ttl(25));
     assert_eq!(gate_of(&opened["session"]), ("complete", false), "{}", unit.log());
     let id = id_of(&opened);
     fs::write(host.dir.join("token"), opened["token"].as_str().unwrap()).unwrap();

@@ -53,6 +53,7 @@ build_payload() {
     case $suite in gate) ! command -v git >/dev/null || cp -L "$(command -v git)" "$payload/git" ;; esac
     cp "$here"/guest/{work,power_cut.py} "$payload/"
     printf '%s\n' "$suite" >"$payload/suite"
+    printf '%s\n' "${OVERFENCE_ROUNDS-}" >"$payload/rounds"
     # The command as one line that a shell reads back word by word.
     { [ ${#command[@]} = 0 ] || printf '%q ' "${command[@]}"; } >"$payload/command"
     pack_payload

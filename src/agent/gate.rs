@@ -44,6 +44,8 @@ struct Up {
     frees: bool,
     /// It is looked for again while it does not stand.
     wanted: bool,
+    /// Another agent had its turn, which ends some time.
+    busy: bool,
 }
 
 /// What became of the gate's count of refusals that reached nobody.
@@ -62,15 +64,19 @@ impl Up {
     /// Adopts what stands, or puts it up. Where it cannot be told what stands, `known` is kept.
     fn find(wish: GateUse, known: &Self) -> Self {
         let raised = match wish {
-            GateUse::Use => Gate::raise().map_err(|fault| gate::why(&fault)),
-            GateUse::Off => Err("it is switched off (fence.gate = \"off\")".to_owned()),
+            GateUse::Use => Gate::raise(),
+            GateUse::Off => Err(crate::kernel::Error::NoGate {
+                reason: "it is switched off (fence.gate = \"off\")".to_owned(),
+            }),
         };
-        let why = match raised {
+        let fault = match raised {
             Ok(gate) => {
                 return Self { gate: Some(Arc::new(gate)), wanted: true, ..Self::default() };
             }
-            Err(why) => why,
+            Err(fault) => fault,
         };
+        let busy = matches!(fault, crate::kernel::Error::GateBusy { .. });
+        let why = gate::why(&fault);
         // Programs that are attached go on comparing: somebody has to move their deadlines.
         let (gate, wanted) = match Gate::adopt() {
             Ok(gate) => (gate.map(Arc::new), known.wanted && wish == GateUse::Use),
@@ -80,7 +86,7 @@ impl Up {
             }
         };
         let frees = wish == GateUse::Off || gate::is_clock_shifted();
-        Self { gate, why: Some(why), frees, wanted }
+        Self { gate, why: Some(why), frees, wanted, busy }
     }
 
     /// The gate, if new overlays are entered.
@@ -91,6 +97,7 @@ impl Up {
     /// Whether it is there as it was found.
     fn stands(&self) -> bool {
         match &self.gate {
+            _ if self.busy => false,
             Some(gate) if self.wanted => gate.stands(),
             // A part of it may have been gone before.
             Some(gate) => gate.is_pinned(),
@@ -270,17 +277,21 @@ impl Host {
         }
     }
 
-    /// Somebody may have taken it away: it is put up again, and each overlay looked for in it anew.
+    /// Somebody may have taken it away, or had its turn as this agent began: it is put up, and each
+    /// overlay looked for in it anew.
     pub(super) fn gate_look(&self) {
         if self.draining() {
             return;
         }
-        if !self.gate.up().stands() {
+        let up = self.gate.up();
+        if !up.stands() {
+            let what = match up.busy {
+                true => "another agent had its turn with the lease gate",
+                false => "the lease gate was taken away by somebody",
+            };
             match self.gate_again().why {
-                None => {
-                    tracing::error!("the lease gate was taken away by somebody; it is up again")
-                }
-                Some(why) => tracing::error!("the lease gate was taken away by somebody: {why}"),
+                None => tracing::error!("{what}; it is up again"),
+                Some(why) => tracing::error!("{what}: {why}"),
             }
         }
         // Also those that were being opened meanwhile.
@@ -427,14 +438,14 @@ impl Host {
         let (Some(entry), Some(mounted)) = (&inner.gate, &inner.mounted) else {
             return Err("the gate is not there any more".to_owned());
         };
-        // A read-only superblock refuses before the programs do. They have to be there all the same.
+        // Programs that lost their pins refuse for a moment yet.
+        if !self.gate.get().is_some_and(|gate| gate.stands()) {
+            return Err("the gate's programs are not pinned any more".to_owned());
+        }
+        // A read-only superblock refuses before the programs do.
         let read_only = inner.session.facts.has(Fact::ReadOnly)
             && overlay::is_read_only(&mounted.root).map_err(text)?;
-        let refused = match read_only {
-            true => self.gate.get().is_some_and(|gate| gate.stands()),
-            false => entry.prove(&mounted.root).map_err(text)?.is_some(),
-        };
-        match refused {
+        match read_only || entry.prove(&mounted.root).map_err(text)?.is_some() {
             true => Ok(()),
             false => Err("the write probe was not refused by the gate".to_owned()),
         }

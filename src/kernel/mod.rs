@@ -103,6 +103,14 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// Another agent has its turn with the lease gate, and does not end it.
+    #[error("another agent has had the lock on {} for {} s (lslocks names it: let it go on, or end it)", lock.display(), waited.as_secs())]
+    GateBusy {
+        /// What is locked.
+        lock: PathBuf,
+        /// How long it was waited for.
+        waited: std::time::Duration,
+    },
     /// No file system could be made in an image.
     #[error("cannot make a file system in {}: {reason}", path.display())]
     Mkfs {

@@ -2,6 +2,7 @@
 //! and a lost one everything.
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -150,17 +151,29 @@ fn goes_on(place: &Place, loss: &Loss) {
     assert!(!pins.exists(), "it is left behind");
 }
 
-/// An agent that was stopped in its turn keeps no other one from starting, nor from renewing.
+fn lock(bpffs: &Path) -> OwnedFd {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let turn = rustix::fs::open(bpffs, flags, Mode::empty()).unwrap();
+    rustix::fs::flock(&turn, FlockOperation::LockExclusive).unwrap();
+    turn
+}
+
+/// An agent that was stopped in its turn keeps no other one from starting, nor from renewing; and once
+/// it ends the turn the other has its gate.
 fn locked(place: &Place) {
-    let bpffs = own_bpffs();
+    let pins = own_bpffs();
+    let bpffs = pins.parent().unwrap();
     let mut host = Host::new(place, "host");
+    let turn = lock(bpffs);
     assert!(host.start(None));
+    let opened = host.open("first", &paced_ttl(600));
+    assert_eq!(gate_of(&opened["session"]).0, "absent", "{opened:#}");
+    drop(turn);
+    host.until(&id_of(&opened), |view| gate_of(view).0 == "complete");
     let (id, _, file) = session(&host, &paced_ttl(20));
     let first = deadline_of(&host, &id);
     host.kill_agent();
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let turn = rustix::fs::open(bpffs.parent().unwrap(), flags, Mode::empty()).unwrap();
-    rustix::fs::flock(&turn, FlockOperation::LockExclusive).unwrap();
+    let turn = lock(bpffs);
     assert!(host.start(None));
     while clock::now() < first.plus(Duration::from_millis(500)) {
         beat(&host, &id);
@@ -172,6 +185,7 @@ fn locked(place: &Place) {
     drop(turn);
     let other = host.open("other", &paced_ttl(600));
     assert_eq!(gate_of(&other["session"]).0, "complete", "{other:#}");
+    host.until(&id, |view| view["gate"]["why"].is_null());
 }
 
 /// Root takes it away, and an open comes ahead of every sweep: who was entered before is entered in

@@ -19,13 +19,13 @@ use serde_json::{Value, json};
 use super::stamps::{Seen, timed};
 use super::ways::{Call, Way, ways};
 use crate::agent_process::{Host, has, id_of, path_of};
-use crate::host::{Place, paced};
+use crate::host::{Place, paced, rounds};
 
 const SESSIONS: usize = 64;
 /// Emulated by one processor a round takes more than a minute, and a quarter of them is what there is time
-/// for; so are the writers that do not rest.
-const ROUNDS: usize = 16;
-const EMULATED: usize = 4;
+/// for unless `OVERFENCE_ROUNDS` says more; so are the writers that do not rest.
+const ROUNDS: u64 = 16;
+const EMULATED: u64 = 4;
 /// Emulated, a renewal of all of them takes its time.
 const TTL: Duration = Duration::from_secs(5);
 /// Those of the writers that do not rest before a deadline: their files do not grow by it.
@@ -89,7 +89,17 @@ impl Calls {
         }
     }
 
-    fn judge(&self, deadline: u64, seen: &mut Seen) {
+    fn judge(&self, what: &str, deadline: u64, seen: &mut Seen) {
+        let early = self.refused.iter().filter(|ended| **ended < deadline);
+        if let Some(first) = early.clone().next() {
+            let last = self.accepted.back().map(|begun| (deadline - begun) / MS);
+            println!(
+                "{what}: {} refused early, the first {} ms before its deadline, the last accepted \
+                 {last:?} ms before",
+                early.count(),
+                (deadline - first) / MS
+            );
+        }
         self.accepted.iter().for_each(|begun| seen.count(true, *begun, *begun, deadline));
         self.refused.iter().for_each(|ended| seen.count(false, *ended, *ended, deadline));
         seen.accepted += self.before;
@@ -273,15 +283,15 @@ fn until(host: &Host, what: &str, mut fits: impl FnMut() -> bool) {
 }
 
 /// Readmits all, and gives signs of life until each lease was renewed twice. `begin` is called once all
-/// have a lease.
+/// may write.
 fn live(host: &Host, sessions: &[Session], look: &dyn Fn(), begin: &dyn Fn()) {
     let enough = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let _ends = Ends(&enough);
         scope.spawn(|| beats(host, sessions, &enough));
         readmit(host, sessions);
-        begin();
         all(host, "active", |view| view["state"] == "ACTIVE");
+        begin();
         // What the table says now is the first that is seen.
         let renewed = |session: &Session| session.moved.load(Ordering::SeqCst) > 2;
         until(host, "each is renewed twice", || {
@@ -310,7 +320,7 @@ pub fn passed(place: &Place) {
     let (course, ready) = (Course::default(), AtomicUsize::new(0));
     let (mut finals, mut seen) = (vec![], Seen::new());
     let emulated = paced(Duration::from_secs(1)) > Duration::from_secs(1);
-    let rounds = if emulated { EMULATED } else { ROUNDS };
+    let rounds = rounds(if emulated { EMULATED } else { ROUNDS }) as usize;
     std::thread::scope(|scope| {
         let ends = Ends(&course.over);
         let writers = RefCell::new(vec![]);
@@ -354,8 +364,12 @@ pub fn passed(place: &Place) {
         for (n, writer) in writers.into_inner().into_iter().enumerate() {
             let by_round = writer.join().unwrap();
             assert_eq!(by_round.len(), rounds, "writer {n} slept a round");
-            for (calls, finals) in by_round.iter().zip(&finals) {
-                calls.judge(finals[n], &mut seen);
+            for (round, (calls, finals)) in by_round.iter().zip(&finals).enumerate() {
+                calls.judge(
+                    &format!("round {round}, {}", way_of(&ways, n).0.name),
+                    finals[n],
+                    &mut seen,
+                );
             }
         }
     });

@@ -97,11 +97,8 @@ pub struct Gate {
 impl Gate {
     /// Adopts what is pinned, or attaches it.
     pub fn raise() -> Result<Self> {
-        let raise = || {
-            pins::ground()?;
-            pins::raise(&Turn::take()?)
-        };
-        let gate = Self::of(raise().map_err(no_gate)?);
+        pins::ground().map_err(no_gate)?;
+        let gate = Self::of(pins::raise(&Turn::take()?).map_err(no_gate)?);
         gate.free_what_leaked()?;
         Ok(gate)
     }
@@ -223,7 +220,7 @@ impl Gate {
     ) -> Result<Entry> {
         let info = walk::stat_fd(root).at("stat", "the overlay's root")?;
         let dev = kernel_dev(&info)?;
-        let _turn = Turn::take().map_err(no_gate)?;
+        let _turn = Turn::take()?;
         failpoint::fails("gate.enter.before").map_err(|e| no_gate(e.to_string()))?;
         let free = self.maps.table.free();
         let (at, raw) =
@@ -285,7 +282,7 @@ impl Gate {
 
     /// Removes an entry; its superblock is dead, or was never to be reached.
     pub fn leave(&self, entry: &Entry) -> Result<()> {
-        let _turn = Turn::take().map_err(no_gate)?;
+        let _turn = Turn::take()?;
         failpoint::fails("gate.leave.before").map_err(|e| no_gate(e.to_string()))?;
         if let Some(raw) = entry.own() {
             self.forget(entry.at, raw)?;
@@ -296,7 +293,7 @@ impl Gate {
 
     /// Takes the gate away from the host, unless somebody's session needs it; whether it did.
     pub fn lower(&self) -> Result<bool> {
-        let turn = Turn::take().map_err(no_gate)?;
+        let turn = Turn::take()?;
         let used = self.maps.table.used().any(|(_, raw)| raw.is_needed());
         if used {
             return Ok(false);
@@ -318,7 +315,7 @@ impl Gate {
 
     /// What an agent had taken when it died, and had not entered yet.
     fn free_what_leaked(&self) -> Result<()> {
-        let _turn = Turn::take().map_err(no_gate)?;
+        let _turn = Turn::take()?;
         for (at, raw) in self.maps.table.used() {
             let dev = raw.dev.load(Ordering::SeqCst);
             if dev != 0 && self.entry_of(dev)? != Some(at) {

@@ -16,9 +16,9 @@ use sha2::Digest as _;
 use super::ground::{self, BPFFS};
 use super::hooks::{self, Plan, Row};
 use super::layout::{LAYOUT, Table};
-use super::{Devices, btf};
+use super::{Devices, btf, no_gate};
 use crate::failpoint;
-use crate::kernel::clock;
+use crate::kernel::{self, Error, clock};
 
 const OURS: &str = "overfence";
 const VMLINUX: &str = "/sys/kernel/btf/vmlinux";
@@ -69,8 +69,8 @@ const ROUND: Duration = Duration::from_millis(5);
 
 impl Turn {
     /// Whoever has it may be stopped: nobody waits for that without end.
-    pub(super) fn take() -> Result<Self, Why> {
-        let fault = |e| format!("cannot lock {BPFFS}: {e}");
+    pub(super) fn take() -> kernel::Result<Self> {
+        let fault = |e| no_gate(format!("cannot lock {BPFFS}: {e}"));
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let lock = rustix::fs::open(BPFFS, flags, Mode::empty()).map_err(fault)?;
         let until = clock::now().plus(PATIENCE);
@@ -79,11 +79,7 @@ impl Turn {
                 Ok(()) => return Ok(Self { _lock: lock }),
                 Err(Errno::WOULDBLOCK) if clock::now() < until => std::thread::sleep(ROUND),
                 Err(Errno::WOULDBLOCK) => {
-                    return Err(format!(
-                        "another agent has had the lock on {BPFFS} for {} s (lslocks names it: let it \
-                         go on, or end it)",
-                        PATIENCE.as_secs()
-                    ));
+                    return Err(Error::GateBusy { lock: BPFFS.into(), waited: PATIENCE });
                 }
                 Err(Errno::INTR) => {}
                 Err(e) => return Err(fault(e)),

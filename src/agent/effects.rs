@@ -257,6 +257,10 @@ impl Host {
             return Err("the overlay is not mounted here".to_owned());
         };
         let proof = overlay::remount_rw(&mounted.root).map_err(text)?;
+        // While it was read-only it could not be entered.
+        if slot.lock().gate.is_none() {
+            self.gate_adopt(slot, &mounted.root);
+        }
         Ok(vec![Event::Writable { proof }])
     }
 

@@ -11,6 +11,7 @@ use super::effects::{Answered, THAW, text};
 use super::host::Host;
 use super::slot::{Inner, Slot};
 use crate::config::{GateUse, SharedMappings};
+use crate::kernel::Error;
 use crate::kernel::cgroup::Outcome;
 use crate::kernel::clock;
 use crate::kernel::gate::{self, Entry, Gate, Refusal, Refusals};
@@ -60,14 +61,20 @@ struct Losses {
     said: Option<BootNs>,
 }
 
+const fn no_gate(reason: String) -> Error {
+    Error::NoGate { reason }
+}
+
+const fn is_busy(fault: &Error) -> bool {
+    matches!(fault, Error::GateBusy { .. })
+}
+
 impl Up {
     /// Adopts what stands, or puts it up. Where it cannot be told what stands, `known` is kept.
     fn find(wish: GateUse, known: &Self) -> Self {
         let raised = match wish {
             GateUse::Use => Gate::raise(),
-            GateUse::Off => Err(crate::kernel::Error::NoGate {
-                reason: "it is switched off (fence.gate = \"off\")".to_owned(),
-            }),
+            GateUse::Off => Err(no_gate("it is switched off (fence.gate = \"off\")".to_owned())),
         };
         let fault = match raised {
             Ok(gate) => {
@@ -75,7 +82,7 @@ impl Up {
             }
             Err(fault) => fault,
         };
-        let busy = matches!(fault, crate::kernel::Error::GateBusy { .. });
+        let busy = is_busy(&fault);
         let why = gate::why(&fault);
         // Programs that are attached go on comparing: somebody has to move their deadlines.
         let (gate, wanted) = match Gate::adopt() {
@@ -167,15 +174,24 @@ impl Host {
         let up = self.gate.up();
         let Some(gate) = up.takes() else { return };
         let generation = slot.lock().session.generation;
-        let entered = gate.enter(root, slot.id, generation).or_else(|first| {
+        let enter = |up: &Up, gate: &Gate| {
+            let entry = gate.enter(root, slot.id, generation)?;
+            // Programs that lost their pins refuse a probe for a moment yet.
             if up.stands() {
+                return Ok(entry);
+            }
+            gate.leave(&entry)?;
+            Err(no_gate("it was taken away by somebody".to_owned()))
+        };
+        let entered = enter(&up, gate).or_else(|first| {
+            // Whose turn it is now is not waited for once more: a lease runs out meanwhile.
+            if is_busy(&first) || up.stands() {
                 return Err(first);
             }
             tracing::warn!(OVERFENCE_SESSION = %slot.id, "{}; putting it up again", text(first));
             let up = self.gate_again();
-            let none =
-                || crate::kernel::Error::NoGate { reason: up.why.clone().unwrap_or_default() };
-            up.takes().ok_or_else(none)?.enter(root, slot.id, generation)
+            let none = || no_gate(up.why.clone().unwrap_or_default());
+            enter(&up, up.takes().ok_or_else(none)?)
         });
         let mut inner = slot.lock();
         self.gate_put(&mut inner, entered.map_err(text));
@@ -183,12 +199,12 @@ impl Host {
     }
 
     /// Finds the entry of an overlay that is mounted already. One that has none is entered now, as far
-    /// as it can be.
-    pub(super) fn gate_adopt(&self, slot: &Slot, root: &OwnedFd) {
+    /// as it can be. Whether it was this agent's turn in time.
+    pub(super) fn gate_adopt(&self, slot: &Slot, root: &OwnedFd) -> bool {
         // Two would enter it twice. The slot is not locked: others may have to be waited for.
         let _one = self.gate.adopting.lock().unwrap_or_else(PoisonError::into_inner);
         let up = self.gate.up();
-        let Some(gate) = &up.gate else { return };
+        let Some(gate) = &up.gate else { return true };
         let (id, generation, holds) = {
             let inner = slot.lock();
             (slot.id, inner.session.generation, inner.session.holds_lease())
@@ -213,6 +229,7 @@ impl Host {
             },
             found => found,
         };
+        let in_turn = !found.as_ref().is_err_and(is_busy);
         let mut inner = slot.lock();
         match found.map_err(text).transpose() {
             Some(entry) => self.gate_put(&mut inner, entry),
@@ -223,10 +240,12 @@ impl Host {
             true => self.gate_follow(&inner, inner.deadline().0),
             false => self.gate_shut(&inner),
         }
+        in_turn
     }
 
     /// What a session has of the gate from now on, or why it has nothing.
     fn gate_put(&self, inner: &mut Inner, entry: Result<Entry, String>) {
+        let known = inner.gate_absent.take();
         self.gate_drop(inner);
         match entry {
             Ok(entry) => {
@@ -235,7 +254,10 @@ impl Host {
             }
             Err(why) => {
                 let s = &inner.session;
-                tracing::error!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "{why}");
+                // It is tried again, and said once.
+                if known.as_ref() != Some(&why) {
+                    tracing::error!(OVERFENCE_SESSION = %s.id, OVERFENCE_WORKSPACE = %s.workspace, "{why}");
+                }
                 inner.gate_absent = Some(why);
             }
         }
@@ -295,28 +317,30 @@ impl Host {
             }
         }
         // Also those that were being opened meanwhile.
-        self.gate_move(false);
+        self.gate_move();
     }
 
     fn gate_again(&self) -> Up {
-        let had = self.gate.get().is_some();
         let up = self.gate.again();
-        self.gate_move(!had);
+        self.gate_move();
         up
     }
 
-    /// No entry is left in a gate that was taken away: its programs are gone. With `all` those that
-    /// have none are looked for, too.
-    fn gate_move(&self, all: bool) {
-        let Some(gate) = self.gate.get() else { return };
+    /// Looks anew for each overlay whose entry is of a gate that was taken away, whose programs are gone,
+    /// and for each that has none. One of those that is read-only is entered once it is not.
+    fn gate_move(&self) {
+        let up = self.gate.up();
+        let Some(gate) = &up.gate else { return };
         for slot in self.slots() {
             let mounted = {
                 let inner = slot.lock();
-                let stale = inner.gate.as_ref().map_or(all, |entry| entry.map() != gate.map());
+                let lacks = up.takes().is_some() && !inner.session.facts.has(Fact::ReadOnly);
+                let stale = inner.gate.as_ref().map_or(lacks, |entry| entry.map() != gate.map());
                 inner.mounted.clone().filter(|_| stale)
             };
-            if let Some(mounted) = mounted {
-                self.gate_adopt(&slot, &mounted.root);
+            // Nor has the next one its turn.
+            if mounted.is_some_and(|mounted| !self.gate_adopt(&slot, &mounted.root)) {
+                return;
             }
         }
     }
@@ -438,9 +462,10 @@ impl Host {
         let (Some(entry), Some(mounted)) = (&inner.gate, &inner.mounted) else {
             return Err("the gate is not there any more".to_owned());
         };
-        // Programs that lost their pins refuse for a moment yet.
-        if !self.gate.get().is_some_and(|gate| gate.stands()) {
-            return Err("the gate's programs are not pinned any more".to_owned());
+        if !self.gate_whole() {
+            return Err(
+                "the gate's programs are not pinned any more, or not all of them".to_owned()
+            );
         }
         // A read-only superblock refuses before the programs do.
         let read_only = inner.session.facts.has(Fact::ReadOnly)
@@ -451,17 +476,22 @@ impl Host {
         }
     }
 
+    /// Whether each way to change a file is checked, and will be: programs that lost their pins refuse for
+    /// a moment yet.
+    fn gate_whole(&self) -> bool {
+        self.gate.get().is_some_and(|gate| gate.missing().is_empty() && gate.stands())
+    }
+
     fn gate_alone(&self, inner: &Inner) -> bool {
-        let Some(gate) = self.gate.get().filter(|gate| gate.missing().is_empty()) else {
-            return false;
-        };
-        inner.gate.as_ref().is_some_and(|entry| entry.map() == gate.map() && !entry.shared())
+        let map = self.gate.get().filter(|gate| gate.missing().is_empty()).map(|gate| gate.map());
+        inner.gate.as_ref().is_some_and(|entry| Some(entry.map()) == map && !entry.shared())
     }
 
     /// Asks for the proof that a lost session's writes are refused.
     pub(super) fn gate_proved(&self, inner: &Inner) -> Option<Event> {
         let (entry, mounted) = (inner.gate.as_ref()?, inner.mounted.as_ref()?);
-        if !stopped(inner.session.state) || inner.session.facts.has(Fact::Gated) {
+        let known = !stopped(inner.session.state) || inner.session.facts.has(Fact::Gated);
+        if known || !self.gate_whole() {
             return None;
         }
         match entry.prove(&mounted.root) {
@@ -548,16 +578,17 @@ pub(super) fn check(host: &Arc<Host>, slot: &Arc<Slot>) {
         return;
     }
     let had = inner.session.facts.has(Fact::Gated);
-    let lost = |seen: String| had.then_some(Event::GateLost { seen });
-    let event = match (&inner.gate, &inner.mounted) {
-        (Some(entry), Some(mounted)) if had => match entry.prove(&mounted.root) {
-            Ok(Some(_)) => None,
-            Ok(None) => lost("the write probe was not refused by the gate".to_owned()),
-            Err(fault) => lost(text(fault)),
-        },
-        (Some(_), Some(_)) => host.gate_proved(&inner),
-        (None, Some(_)) => lost("the gate is not there any more".to_owned()),
-        (_, None) => None,
+    let event = match &inner.mounted {
+        None => None,
+        Some(_) if had => {
+            // A mapping may have been made while it was away.
+            let asked = match inner.session.may_run_on() {
+                true => host.gate_stops(&inner),
+                false => host.gate_refuses(&inner),
+            };
+            asked.err().map(|seen| Event::GateLost { seen })
+        }
+        Some(_) => host.gate_proved(&inner),
     };
     drop(inner);
     if let Some(event) = event {

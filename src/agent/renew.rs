@@ -182,9 +182,10 @@ impl Host {
         }
         let sign = inner.beats.as_ref().and_then(Beats::last);
         let Some(sign) = sign.filter(|sign| *sign > inner.lease.signs.holder) else { return };
-        // One that came after the deadline revives nothing; but it was not silence that ended the lease.
+        // Once the deadline has passed it revives nothing, whenever it was given: the kernel refuses writes
+        // since. But it was not silence that ended the lease.
         inner.lease.signed = true;
-        if sign < inner.deadline().0 {
+        if clock::now() < inner.deadline().0 {
             inner.lease.signs.holder = sign;
             self.refresh_deadline(inner);
         }

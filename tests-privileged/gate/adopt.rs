@@ -28,6 +28,8 @@ pub fn tests() -> Vec<Test> {
         Test { name: "adopt::with_older_programs_it_goes_on", run: |p| goes_on(p, &NO_PROGRAMS) },
         Test { name: "adopt::behind_a_stopped_agent_it_goes_on", run: locked },
         Test { name: "adopt::an_open_moves_all_to_the_new_one", run: moved },
+        Test { name: "adopt::a_map_that_is_gone_is_made_anew", run: unmapped },
+        Test { name: "adopt::programs_that_were_away_saw_no_mapping", run: away },
         Test { name: "adopt::an_overlay_in_use_is_entered_unseen", run: live },
         Test { name: "adopt::a_changed_wish_reaches_who_is_entered", run: wishes },
         Test { name: "adopt::a_crash_leaves_one_set_of_programs", run: crashed },
@@ -182,9 +184,10 @@ fn locked(place: &Place) {
     let view = host.must(&["session", "inspect", &id]);
     assert_eq!(gate_of(&view), ("complete", false), "{view:#}");
     assert!(view["gate"]["why"].as_str().unwrap().contains("lslocks"), "{view:#}");
-    drop(turn);
     let other = host.open("other", &paced_ttl(600));
-    assert_eq!(gate_of(&other["session"]).0, "complete", "{other:#}");
+    assert_eq!(gate_of(&other["session"]).0, "absent", "{other:#}");
+    drop(turn);
+    host.until(&id_of(&other), |view| gate_of(view).0 == "complete");
     host.until(&id, |view| view["gate"]["why"].is_null());
 }
 
@@ -228,6 +231,47 @@ fn moved(place: &Place) {
     host.must(&["fence", &good, "--reason", "test"]);
     assert_eq!(write(&writes), Err(Errno::ROFS));
     host.until(&good, |v| has(v, "gated"));
+}
+
+/// A map without its pin is no map of the next agent: all are made anew, and who is open moves there.
+fn unmapped(place: &Place) {
+    let pins = own_bpffs();
+    let mut host = Host::new(place, "host");
+    configure(&host, "[preserve]\nsweep = \"1s\"\n");
+    assert!(host.start(None));
+    let (id, _, file) = session(&host, &paced_ttl(600));
+    let over = Arc::new(AtomicBool::new(false));
+    let busy = hammer(file.try_clone().unwrap(), Arc::clone(&over));
+    for map in ["entries", "devices", "refusals"] {
+        std::fs::remove_file(pins.join("layout-2").join(map)).unwrap();
+        // Nothing is put up by who looks.
+        let entered = |gate: Gate| gate.stands() && gate.find_by_id(id.parse().unwrap()).is_some();
+        let whole = || Gate::adopt().is_ok_and(|gate| gate.is_some_and(entered));
+        host.until(&id, |v| gate_of(v) == ("complete", true) && whole() && sets(&pins).len() == 1);
+    }
+    over.store(true, Ordering::SeqCst);
+    let (accepted, wrongly) = busy.join().unwrap();
+    assert!(accepted > 0 && wrongly == 0, "{wrongly} refused under a good lease");
+    host.must(&["fence", &id, "--reason", "test"]);
+    assert_eq!(write(&file), Err(Errno::ROFS));
+    host.until(&id, |v| has(v, "gated"));
+}
+
+/// The programs go and come while no agent is there, and the maps stay.
+fn away(place: &Place) {
+    let pins = own_bpffs();
+    let mut host = Host::new(place, "host");
+    assert!(host.start(None));
+    let (id, _, file) = session(&host, &paced_ttl(600));
+    host.kill_agent();
+    let [set] = &sets(&pins)[..] else { panic!("{:?}", sets(&pins)) };
+    std::fs::remove_dir_all(set).unwrap();
+    assert!(host.start(None));
+    let view = host.must(&["session", "inspect", &id]);
+    assert_eq!(gate_of(&view), ("complete", true), "{view:#}");
+    assert_eq!(write(&file), Ok(1));
+    host.must(&["fence", &id, "--reason", "test"]);
+    assert_eq!(write(&file), Err(Errno::ROFS));
 }
 
 /// No write is refused while its overlay is entered under a good lease.

@@ -18,15 +18,21 @@ pub fn tests() -> Vec<Test> {
     vec![
         Test { name: "nobody_is_thawed_behind_a_gate_that_is_gone", run: gone },
         Test { name: "who_runs_on_behind_no_gate_is_frozen_before_the_next", run: next },
+        Test { name: "who_ran_on_while_the_gate_was_away_is_frozen", run: replaced },
         Test { name: "who_has_a_loop_device_stays_frozen", run: looped },
     ]
 }
 
 /// A host with that policy, on which no sweep notices anything while a test lasts.
 fn host(place: &Place) -> Host {
+    sweeping(place, "1h")
+}
+
+fn sweeping(place: &Place, sweep: &str) -> Host {
     let mut host = Host::new(place, "host");
     let config = std::fs::read_to_string(&host.config).unwrap();
-    let policy = "[fence]\non_fence = \"read-only-run\"\n[preserve]\nsweep = \"1h\"\n";
+    let policy =
+        format!("[fence]\non_fence = \"read-only-run\"\n[preserve]\nsweep = \"{sweep}\"\n");
     std::fs::write(&host.config, format!("{config}{policy}")).unwrap();
     assert!(host.start(None));
     host
@@ -135,6 +141,26 @@ fn next(place: &Place) {
     let frozen = std::fs::read_to_string(writer.cgroup.join("cgroup.events")).unwrap();
     assert!(frozen.contains("frozen 1"), "{frozen}");
     assert_ne!(id_of(&opened), writer.id);
+    writer.end(&host);
+}
+
+/// The gate that is put up again does not know what was mapped while there was none.
+fn replaced(place: &Place) {
+    let pins = own_bpffs();
+    let host = sweeping(place, "1s");
+    let writer = Writer::start(&host, place);
+    writer.runs_on(&host);
+    std::fs::remove_dir_all(&pins).unwrap();
+    let again =
+        |v: &Value| v["gate"]["state"] == "complete" && v["gate"]["shared_mappings"] == true;
+    let view = host.until(&writer.id, |v| stands(v) && again(v) && has(v, "gated"));
+    let frozen = std::fs::read_to_string(writer.cgroup.join("cgroup.events")).unwrap();
+    assert!(frozen.contains("frozen 1"), "{frozen}\n{view:#}");
+    let entries = host.must(&["evidence", "show", "--session", &writer.id]);
+    let lost = |e: &&Value| e["detail"]["event"]["event"] == "gate_lost";
+    assert_eq!(entries.as_array().unwrap().iter().filter(lost).count(), 1, "{entries:#}");
+    // Nor is the next writer held up by it.
+    host.open("w", &paced_ttl(600));
     writer.end(&host);
 }
 

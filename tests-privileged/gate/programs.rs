@@ -102,10 +102,12 @@ pub fn upgraded(place: &Place) {
     assert!(why.contains("layout-99") && why.contains("another version"), "{why}");
     assert!(own.exists());
     std::fs::remove_dir(pins.join("layout-99")).unwrap();
-    // A part of it taken away is noticed, and attached again.
+    // A part of it taken away is noticed, and attached again; who mapped what meanwhile nobody knows.
+    assert!(!good.entry().shared());
     std::fs::remove_file(own.join("mmap_file")).unwrap();
     assert!(!good.gate.stands());
     assert!(Gate::raise().unwrap().stands());
+    assert!(good.entry().shared());
     over.store(true, Ordering::SeqCst);
     let ((accepted, wrongly), (late, refused)) = (goes.join().unwrap(), stops.join().unwrap());
     println!("{accepted} accepted under the lease, {refused} refused after it");

@@ -113,7 +113,8 @@ fn calls(course: &Course, session: &Session, restless: bool, mut call: Call) -> 
     while !course.over.load(Ordering::SeqCst) {
         let number = course.round.load(Ordering::SeqCst);
         if number.is_multiple_of(2) {
-            std::thread::sleep(Duration::from_millis(2));
+            // Many of them: who fences and readmits wants the processor.
+            std::thread::sleep(Duration::from_millis(100));
             continue;
         }
         let round = usize::try_from(number / 2).unwrap();
@@ -123,7 +124,7 @@ fn calls(course: &Course, session: &Session, restless: bool, mut call: Call) -> 
             // It wakes at each deadline that was, and finds that it was moved.
             clock::sleep_until(BootNs(deadline - 30 * MS));
         } else if now > deadline + 60 * MS {
-            std::thread::sleep(Duration::from_millis(5));
+            std::thread::sleep(Duration::from_millis(20));
         }
         let (accepted, begun, ended) = timed(&mut call);
         // One that saw the round end says nothing.

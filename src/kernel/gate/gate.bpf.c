@@ -336,7 +336,8 @@ HOOK(sb_delete, sb_delete)
         return 0;
     u32 at = *found;
     struct entry *entry = bpf_map_lookup_elem(&entries, &at);
-    if (entry && entry->superblock == (u64)sb)
+    // One that no call met is the one that it was entered for.
+    if (entry && (!entry->superblock || entry->superblock == (u64)sb))
         entry->superblock = DEAD;
     return 0;
 }

@@ -264,7 +264,9 @@ impl Gate {
         let dev = kernel_dev(&info)?;
         let Some(at) = self.entry_of(dev)? else { return Ok(None) };
         let raw = self.maps.table.at(at);
-        let same = raw.session() == layout::words(id)
+        // Another overlay of the same directories may have the number of one that is dead.
+        let same = raw.is_needed()
+            && raw.session() == layout::words(id)
             && raw.root_ino.load(Ordering::SeqCst) == info.ino
             && raw.dev.load(Ordering::SeqCst) == dev;
         Ok(same.then(|| self.entry(at, dev, id)))

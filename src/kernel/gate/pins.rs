@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use aya::maps::{HashMap, Map, MapData};
@@ -167,11 +168,19 @@ pub(super) fn raise(_turn: &Turn) -> Result<Pinned, Why> {
     ground()?;
     let dir = layout_dir();
     let set = dir.join(set_name());
+    if !has_maps(&dir) {
+        // What is left of them leads nowhere: they are made anew, and entered anew.
+        MAPS.iter().try_for_each(|name| remove_file(&dir.join(name)))?;
+    }
+    let known = if has_maps(&dir) { Some(maps(&dir)?) } else { None };
+    let stood = known.as_ref().is_some_and(|known| has_whole_set(&dir, &known.table));
     if set.exists() {
-        let pinned = signed(maps(&dir)?)?;
-        if is_whole(&pinned.table, &set)? {
-            remove_others(&dir, &set)?;
-            return Ok(pinned);
+        if let Some(known) = known {
+            let pinned = signed(known)?;
+            if is_whole(&pinned.table, &set)? {
+                remove_others(&dir, &set)?;
+                return Ok(pinned);
+            }
         }
         // Somebody took a part of it away: what is left goes on until the same is attached again.
         let broken = dir.join("broken");
@@ -179,8 +188,19 @@ pub(super) fn raise(_turn: &Turn) -> Result<Pinned, Why> {
         std::fs::rename(&set, &broken).map_err(at("rename", &set))?;
     }
     let pinned = attach(&dir, &set)?;
+    if !stood {
+        // Nobody noted the mappings that were made meanwhile.
+        pinned.table.used().for_each(|(_, raw)| raw.shared.store(1, Ordering::SeqCst));
+    }
     remove_others(&dir, &set)?;
     Ok(pinned)
+}
+
+/// The maps that all programs of a layout share, by their pins' names.
+const MAPS: [&str; 3] = ["devices", "entries", "refusals"];
+
+fn has_maps(dir: &Path) -> bool {
+    MAPS.iter().all(|name| dir.join(name).exists())
 }
 
 /// Whether all files are there that were pinned for a set.
@@ -271,17 +291,20 @@ fn attach(dir: &Path, set: &Path) -> Result<Pinned, Why> {
     Ok(pinned)
 }
 
-/// Whether this map is the one that is pinned.
+/// Whether this map is the one that is pinned, with those that belong to it.
 pub(super) fn is_pinned(dir: &Path, id: u32) -> bool {
-    pinned(dir, "entries")
-        .and_then(|map| map.info().map_err(|e| told(&e)))
-        .is_ok_and(|i| i.id() == id)
+    let entries = pinned(dir, "entries").and_then(|map| map.info().map_err(|e| told(&e)));
+    has_maps(dir) && entries.is_ok_and(|info| info.id() == id)
 }
 
 /// Whether this map is pinned, and with it a set of programs, whole: another agent's do as well.
 pub(super) fn stands(dir: &Path, table: &Table, id: u32) -> bool {
+    is_pinned(dir, id) && has_whole_set(dir, table)
+}
+
+fn has_whole_set(dir: &Path, table: &Table) -> bool {
     let sets = names_in(dir).unwrap_or_default().into_iter().map(|name| dir.join(name));
-    is_pinned(dir, id) && sets.filter(|s| s.is_dir()).any(|set| is_whole(table, &set) == Ok(true))
+    sets.filter(|set| set.is_dir()).any(|set| is_whole(table, &set) == Ok(true))
 }
 
 fn lsm<'a>(programs: &'a mut Ebpf, name: &str) -> Result<&'a mut Lsm, Why> {
@@ -299,7 +322,7 @@ fn load(maps: Option<&Path>) -> Result<(Ebpf, Plan), Why> {
     let mut loader = EbpfLoader::new();
     loader.btf(Some(&kernel));
     if let Some(dir) = maps {
-        for name in ["devices", "entries", "refusals"] {
+        for name in MAPS {
             loader.map_pin_path(name, dir.join(name));
         }
     }
@@ -338,19 +361,17 @@ pub(super) fn lower(_turn: &Turn, dir: &Path) -> Result<(), Why> {
 fn remove_tree(dir: &Path) -> Result<(), Why> {
     for name in names_in(dir)? {
         let path = dir.join(name);
-        if path.is_dir() {
-            remove_tree(&path)?;
-        } else {
-            match std::fs::remove_file(&path) {
-                Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(at("remove", &path)(e));
-                }
-                _ => {}
-            }
-        }
+        if path.is_dir() { remove_tree(&path)? } else { remove_file(&path)? }
     }
     match std::fs::remove_dir(dir) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(at("remove", dir)(e)),
+        _ => Ok(()),
+    }
+}
+
+fn remove_file(path: &Path) -> Result<(), Why> {
+    match std::fs::remove_file(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(at("remove", path)(e)),
         _ => Ok(()),
     }
 }

@@ -6,6 +6,7 @@ mod breaker;
 mod content;
 mod delta;
 mod drain;
+mod export;
 mod holds;
 mod layers;
 mod ledger;

@@ -272,9 +272,14 @@ impl Host {
         let held = self.gate_drop(&mut slot.lock());
         // Of a gate that was taken away there is nothing to remove.
         match held.filter(|held| held.map() == gate.map()).or_else(|| gate.find_by_id(slot.id)) {
-            Some(entry) => gate.leave(&entry).map_err(text),
-            None => Ok(()),
+            Some(entry) => gate.leave(&entry).map_err(text)?,
+            None => {}
         }
+        // Drained, but for what went on by itself: this may have been the last one.
+        if self.draining() {
+            self.gate_lower();
+        }
+        Ok(())
     }
 
     /// Somebody may have taken it away, or had its turn as this agent began: it is put up, and each

@@ -20,7 +20,7 @@ use super::{Devices, btf, no_gate};
 use crate::failpoint;
 use crate::kernel::{self, Error, clock};
 
-const OURS: &str = "overfence";
+pub(super) const OURS: &str = "overfence";
 const VMLINUX: &str = "/sys/kernel/btf/vmlinux";
 
 /// The programs; empty when they could not be compiled.

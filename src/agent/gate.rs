@@ -271,9 +271,9 @@ impl Host {
         let Some(gate) = self.gate.get() else { return Ok(()) };
         let held = self.gate_drop(&mut slot.lock());
         // Of a gate that was taken away there is nothing to remove.
-        match held.filter(|held| held.map() == gate.map()).or_else(|| gate.find_by_id(slot.id)) {
-            Some(entry) => gate.leave(&entry).map_err(text)?,
-            None => {}
+        let held = held.filter(|held| held.map() == gate.map());
+        if let Some(entry) = held.or_else(|| gate.find_by_id(slot.id)) {
+            gate.leave(&entry).map_err(text)?;
         }
         // Drained, but for what went on by itself: this may have been the last one.
         if self.draining() {

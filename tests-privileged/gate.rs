@@ -49,6 +49,7 @@ fn own() -> Vec<Test> {
         Test { name: "the_next_agent_adopts_it", run: adopted },
         Test { name: "a_fence_proves_it_and_readmit_opens_it", run: fenced },
         Test { name: "drain_takes_it_away", run: drained },
+        Test { name: "a_bpffs_that_others_can_write_to_is_refused", run: open_to_others },
         Test { name: "other_programs_take_over_without_a_gap", run: programs::upgraded },
         Test { name: "what_root_takes_away_is_put_up_again", run: taken_away },
         Test { name: "shared_mappings_can_be_denied", run: denied },
@@ -266,9 +267,39 @@ fn fenced(place: &Place) {
 /// A bpffs of the test's own: what it does to what is pinned concerns no other test.
 pub fn own_bpffs() -> PathBuf {
     let at = "/sys/fs/bpf";
-    nix::mount::mount(Some("bpf"), at, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
-        .unwrap();
+    nix::mount::mount(
+        Some("bpf"),
+        at,
+        Some("bpf"),
+        nix::mount::MsFlags::empty(),
+        Some("mode=0700"),
+    )
+    .unwrap();
     Path::new(at).join("overfence")
+}
+
+fn open_to_others(_: &Place) {
+    use std::os::unix::fs::PermissionsExt as _;
+    let pins = own_bpffs();
+    let bpffs = pins.parent().unwrap();
+    let set = |dir: &Path, mode| {
+        std::fs::set_permissions(dir, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    let refused = |dir: &Path| {
+        let why = overfence::kernel::gate::why(&Gate::raise().map(drop).unwrap_err());
+        let begin = format!("{} is not root's alone: uid 0, mode ", dir.display());
+        assert!(why.starts_with(&begin), "{why}");
+    };
+    // As mount(8) makes it without an option.
+    set(bpffs, 0o1777);
+    refused(bpffs);
+    assert!(!pins.exists(), "nothing is pinned where others can be first");
+    set(bpffs, 0o700);
+    std::fs::create_dir(&pins).unwrap();
+    set(&pins, 0o770);
+    refused(&pins);
+    set(&pins, 0o700);
+    Gate::raise().unwrap();
 }
 
 fn drained(place: &Place) {

@@ -293,10 +293,15 @@ impl Host {
         let Some(gate) = self.gate.get() else { return Ok(()) };
         let held = self.gate_drop(&mut slot.lock());
         // Of a gate that was taken away there is nothing to remove.
-        match held.filter(|held| held.map() == gate.map()).or_else(|| gate.find_by_id(slot.id)) {
-            Some(entry) => gate.leave(&entry).map_err(text),
-            None => Ok(()),
+        let held = held.filter(|held| held.map() == gate.map());
+        if let Some(entry) = held.or_else(|| gate.find_by_id(slot.id)) {
+            gate.leave(&entry).map_err(text)?;
         }
+        // Drained, but for what went on by itself: this may have been the last one.
+        if self.draining() {
+            self.gate_lower();
+        }
+        Ok(())
     }
 
     /// Somebody may have taken it away, or had its turn as this agent began: it is put up, and each

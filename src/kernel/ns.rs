@@ -65,6 +65,20 @@ pub fn unshare_mounts_private() -> Result<()> {
     rustix::mount::mount_change("/", flags).at("make private", "/")
 }
 
+/// Runs `work` on a thread with a private copy of the mount namespace: nobody else sees what it mounts,
+/// and what it left mounted ends with the thread, or with the process.
+pub(super) fn in_a_copy<T: Send>(
+    what: &'static str,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> Result<T> {
+    let run = || {
+        unshare_mounts_private()?;
+        work()
+    };
+    std::thread::scope(|scope| scope.spawn(run).join())
+        .unwrap_or_else(|_| Err(Errno::CANCELED).at("finish the thread that mounts", what))
+}
+
 /// Detaches every session's overlay and image, whichever agent's, in the mount namespace the caller is in,
 /// which has to be a private copy: a copy that keeps one keeps its superblock alive, and its agent
 /// could not prove it gone.

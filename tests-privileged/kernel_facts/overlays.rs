@@ -10,6 +10,7 @@ pub(super) fn tests() -> Vec<Test> {
         a_read_only_mount_alone_stops_nobody,
         the_write_probe_leaves_no_copy_up,
         every_style_takes_any_bytes_in_paths,
+        no_style_shows_an_overlay_before_it_is_in_place,
         all_lower_layers_are_in_the_mount,
         layers_with_mapped_ids_are_root_on_disk_and_inside,
         a_foreign_mount_is_not_adopted,
@@ -120,6 +121,32 @@ fn every_style_takes_any_bytes_in_paths(place: &Place) {
         drop(mounted);
         assert_eq!(overlay::unmount(&session.spec.target).unwrap(), Unmount::Done);
         assert_eq!(overlay::unmount(&session.spec.target).unwrap(), Unmount::NotMounted);
+    }
+}
+
+/// Who enters it into the lease gate relies on it, and so does who crashes meanwhile. A mount that
+/// came and went is told of, too.
+fn no_style_shows_an_overlay_before_it_is_in_place(place: &Place) {
+    for mapped in [None, Some(IdMap { base: 100_000, count: 65536 })] {
+        for style in [Style::Descriptors, Style::Appended, Style::Joined] {
+            let dir = place.dir.join(format!("{style:?}-{}", mapped.is_some()));
+            let mut session = Session::with_lowers(&dir, &[OsStr::new("lower")]);
+            session.spec.mapped = mapped;
+            let target = session.spec.target.clone();
+            let changes = mountinfo::Changes::new().unwrap();
+            let mut asked = false;
+            let mounted = overlay::mount_styled_with(&session.spec, style, |_| {
+                asked = true;
+                assert!(!changes.any().unwrap(), "{style:?}: it was mounted for all to see");
+                assert!(mountinfo::at(mountinfo::read(None).unwrap(), &target).is_none());
+            });
+            match mounted {
+                Err(Error::TooOld { .. }) if !is_known(style) => continue,
+                answer => drop(answer.unwrap_or_else(|e| panic!("{style:?}: {e:?}"))),
+            }
+            assert!(asked && changes.any().unwrap(), "{style:?}: changes are not told of");
+            assert_eq!(overlay::unmount(&target).unwrap(), Unmount::Done);
+        }
     }
 }
 

@@ -63,13 +63,13 @@ impl Agent {
                 (_, _) => drained.left.push(self.session_view(slot)),
             }
         }
-        if drained.left.is_empty() {
-            self.blocking(|host| {
-                host.gate_lower();
-                Ok(())
-            })
-            .await?;
-        }
+        // Not by what is left: a quarantined session may need none. It stays while an entry does, and
+        // goes as the last one leaves.
+        self.blocking(|host| {
+            host.gate_lower();
+            Ok(())
+        })
+        .await?;
         Ok(drained)
     }
 }

@@ -1,5 +1,8 @@
 //! What of this host, and of the namespaces that the agent is in, the gate stands on.
 
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
 use super::pins::Why;
 
 /// Where the kernel's own file system for programs and maps is mounted, by systemd for one.
@@ -16,8 +19,13 @@ pub(super) fn ask() -> Result<(), Why> {
         return Err(format!("no BPF LSM: {} (boot with lsm=...,bpf)", list.trim()));
     }
     if !is_pinnable() {
-        return Err(format!("no bpf file system at {BPFFS} (mount -t bpf bpf {BPFFS})"));
+        return Err(format!(
+            "no bpf file system at {BPFFS} (mount -t bpf -o mode=0700 bpf {BPFFS})"
+        ));
     }
+    // Whoever else gets in could keep the lock for ever, or be the first to make what agents pin in.
+    are_roots_alone(Path::new(BPFFS))?;
+    are_roots_alone(&Path::new(BPFFS).join(super::pins::OURS))?;
     match shifted() {
         false => Ok(()),
         true => {
@@ -25,6 +33,22 @@ pub(super) fn ask() -> Result<(), Why> {
                      with another clock (run the agent outside of it)"
                 .to_owned())
         }
+    }
+}
+
+/// A directory that is not there is nobody's.
+fn are_roots_alone(dir: &Path) -> Result<(), Why> {
+    let meta = match std::fs::symlink_metadata(dir) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        answer => answer.map_err(|e| format!("cannot stat {}: {e}", dir.display()))?,
+    };
+    let (uid, mode) = (meta.uid(), meta.mode() & 0o7777);
+    match meta.is_dir() && uid == 0 && mode & 0o022 == 0 {
+        true => Ok(()),
+        false => Err(format!(
+            "{path} is not root's alone: uid {uid}, mode {mode:04o} (chown root {path}; chmod 0700 {path})",
+            path = dir.display()
+        )),
     }
 }
 

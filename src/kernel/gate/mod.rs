@@ -297,7 +297,9 @@ impl Gate {
     pub fn lower(&self) -> Result<bool> {
         let turn = Turn::take()?;
         let used = self.maps.table.used().any(|(_, raw)| raw.is_needed());
-        if used {
+        // Ours is gone, and somebody put up another one: what it needs is in its own table.
+        let anothers = !self.is_pinned() && self.maps.dir.join("entries").exists();
+        if used || anothers {
             return Ok(false);
         }
         pins::lower(&turn, &self.maps.dir).map_err(no_gate).map(|()| true)

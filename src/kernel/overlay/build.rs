@@ -14,7 +14,7 @@ use rustix::mount::{
 
 use super::{Spec, label};
 use crate::kernel::walk::{self, Info};
-use crate::kernel::{At as _, Error, Result, idmap, proc_path};
+use crate::kernel::{At as _, Error, Result, idmap, ns, proc_path};
 
 /// Alterations of files that an unaware reader of the upper would misread are switched off.
 const OPTIONS: [(&str, &str); 3] = [("redirect_dir", "off"), ("metacopy", "off"), ("index", "off")];
@@ -107,7 +107,15 @@ fn any_style(spec: &Spec, styles: &[Style]) -> Result<OwnedFd> {
     for style in styles {
         let built = match style {
             Style::Descriptors | Style::Appended => by_fsconfig(&layers, *style),
-            Style::Joined => by_mount(&layers, &spec.target),
+            // With mapped layers it is in a copy already.
+            Style::Joined if spec.mapped.is_some() => {
+                by_mount(&layers, &spec.target).map_err(Fault::Real)
+            }
+            Style::Joined => ns::in_a_copy("an overlay", || {
+                // Those of the copy: a kernel may take layers of the caller's namespace alone.
+                by_mount(&open_layers(spec)?, &spec.target)
+            })
+            .map_err(Fault::Real),
         };
         match built {
             Err(Fault::Unknown) => {}
@@ -209,8 +217,9 @@ fn refused(fs: BorrowedFd<'_>, source: Errno, op: &'static str, path: &Path) -> 
     Error::Refused { op, path: path.to_owned(), log: log.join("; "), source }
 }
 
-/// mount(2) at the target, then only a detached copy of it stays.
-fn by_mount(layers: &Layers, target: &Path) -> std::result::Result<OwnedFd, Fault> {
+/// mount(2) at the target, then only a detached copy of it stays. In a private copy of the mount
+/// namespace: for everybody else no path leads to it, and a crash in between leaves nothing mounted.
+fn by_mount(layers: &Layers, target: &Path) -> Result<OwnedFd> {
     let options = joined_options(layers)?;
     let options = std::ffi::CString::new(options).map_err(|_| Error::Limit {
         what: "a layer's path".to_owned(),
@@ -222,7 +231,7 @@ fn by_mount(layers: &Layers, target: &Path) -> std::result::Result<OwnedFd, Faul
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let copy = rustix::mount::open_tree(CWD, target, flags).at("clone the mount at", target);
     rustix::mount::unmount(target, UnmountFlags::NOFOLLOW).at("unmount", target)?;
-    Ok(copy?)
+    copy
 }
 
 /// With true paths if they fit a page, else with the short names of our descriptors.

@@ -65,8 +65,7 @@ pub fn mount(spec: &Spec) -> Result<Mounted> {
     mount_with(spec, |_| {})
 }
 
-/// [`mount`]; `before` is given the overlay's root while no path leads to it. (On kernels that take
-/// layers only by mount(2) one did, to the agent's own directory, until now.)
+/// [`mount`]; `before` is given the overlay's root while no path leads to it.
 pub fn mount_with(spec: &Spec, before: impl FnOnce(&OwnedFd)) -> Result<Mounted> {
     failpoint::fails("kernel.mount.before").at("mount an overlay at", &spec.target)?;
     let root = build::detached(spec)?;
@@ -93,7 +92,17 @@ pub fn unattached(spec: &Spec) -> Result<OwnedFd> {
 
 /// [`mount`] in one given style, so that a newer kernel can show that the older styles work.
 pub fn mount_styled(spec: &Spec, style: Style) -> Result<Mounted> {
+    mount_styled_with(spec, style, |_| {})
+}
+
+/// [`mount_with`] in one given style.
+pub fn mount_styled_with(
+    spec: &Spec,
+    style: Style,
+    before: impl FnOnce(&OwnedFd),
+) -> Result<Mounted> {
     let root = build::detached_styled(spec, style)?;
+    before(&root);
     attach(&root, &spec.target)?;
     let mounted = Mounted::new(root, &spec.target)?;
     check(spec).map(|()| mounted)

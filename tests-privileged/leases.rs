@@ -14,6 +14,7 @@ pub fn tests() -> Vec<Test> {
         Test { name: "run_ends_with_lease_lost_however_it_is_lost", run: run_lost },
         Test { name: "i9_a_silent_authority_is_doubt_then_frozen_then_resumed", run: doubt },
         Test { name: "i9_a_doubted_session_that_was_claimed_stays_fenced", run: claimed },
+        Test { name: "a_readmission_that_fails_gives_its_lease_back", run: half_readmitted },
         Test { name: "ttl_bounds_are_refused", run: bounds },
         Test { name: "i1_competing_takeovers_give_one_owner", run: takeovers },
         Test { name: "force_revokes_and_freezes_the_predecessor", run: forced },
@@ -192,6 +193,57 @@ fn claimed(place: &Place) {
     }
 }
 
+/// The acquisition is committed before the host's own files are: nobody runs under a generation that they do
+/// not know.
+fn half_readmitted(place: &Place) {
+    const BY: [&str; 4] = ["--authorised-by", "op", "--reason", "test"];
+    let mut host = Host::new(place, "host");
+    let faults = place.dir.join("faults");
+    assert!(host.start(Some(&format!("fail={}", faults.display()))));
+    let opened = host.open("w", &paced_ttl(600));
+    let (id, cgroup) = (id_of(&opened), path_of(&opened["session"], "cgroup"));
+    let mut inside = Command::new("/bin/sh")
+        .args(["-c", "echo $$ > $0/cgroup.procs && exec sleep 600"])
+        .arg(&cgroup)
+        .spawn()
+        .unwrap();
+    host.must(&["fence", &id, "--reason", "first", "--wait"]);
+    // ENOSPC.
+    std::fs::write(&faults, "store.mark.before 28").unwrap();
+    let readmit = [&["readmit", &id][..], &BY].concat();
+    let (code, answer) = host.ask(&readmit);
+    assert_ne!(code, 0, "{answer:#}");
+    std::fs::remove_file(&faults).unwrap();
+    let view = host.until(&id, |v| v["state"] == "PRESERVED" && v["work"].is_null());
+    assert_eq!((&view["generation"], &view["may_publish"]), (&2.into(), &false.into()), "{view:#}");
+    assert!(view["loss"].as_str().unwrap().contains("readmission failed"), "{view:#}");
+    let events = std::fs::read_to_string(cgroup.join("cgroup.events")).unwrap();
+    assert!(has(&view, "frozen") && events.contains("frozen 1"), "{events}\n{view:#}");
+    let leases = host.must(&["lease", "list"]);
+    assert!(leases.as_array().unwrap().iter().all(|l| l["state"] == "REVOKED"), "{leases:#}");
+    host.must(&readmit);
+    host.until(&id, |v| v["state"] == "ACTIVE" && v["generation"] == 3);
+    let wish = cgroup.join("cgroup.freeze");
+    let runs = || std::fs::read_to_string(&wish).is_ok_and(|text| text == "0\n");
+    wait(paced(Duration::from_secs(10)), "it runs", runs);
+    // Lost twice, and the bundle tells when the last one was.
+    host.must(&["fence", &id, "--reason", "second", "--to", "killed", "--wait"]);
+    inside.wait().unwrap();
+    std::fs::write(path_of(&view, "upper").join("f"), "bytes").unwrap();
+    let shown = host.must(&["evidence", "show", "--session", &id]);
+    let ended = |e: &&Value| e["detail"]["from"] == "ACTIVE" && e["detail"]["to"] == "FENCING";
+    let lost = shown.as_array().unwrap().iter().filter(ended);
+    let lost: Vec<_> = lost.map(|e| e["time"].clone()).collect();
+    let bundle = host.must(&["preserved", "export", &id]);
+    let told = host.must(&["bundle", "inspect", bundle["path"].as_str().unwrap()]);
+    let text = serde_json::to_string(&told).unwrap();
+    assert_eq!(lost.len(), 3, "{lost:?}\n{shown:#}");
+    let at = told["provenance"]["lease_ended_at"].as_str().unwrap_or_else(|| panic!("{text}"));
+    let time = |text: &str| text.parse::<jiff::Timestamp>().unwrap();
+    let lost: Vec<_> = lost.iter().map(|at| time(at.as_str().unwrap())).collect();
+    assert!(time(at) == lost[2] && lost[2] != lost[0], "{at}: {lost:?}");
+}
+
 fn bounds(place: &Place) {
     let mut host = Host::new(place, "h");
     assert!(host.start(None));
@@ -200,6 +252,10 @@ fn bounds(place: &Place) {
         assert_eq!(out.status.code(), Some(2), "{ttl}: {out:?}");
         assert!(String::from_utf8_lossy(&out.stderr).contains("1 s to 24 h"), "{out:?}");
     }
+    let open = ["session", "open", "-w", "w", "--create", "--ttl", "30s", "--max-lifetime", "29s"];
+    let out = host.run(&open);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && said.contains("shorter than the TTL"), "{out:?}");
     assert_eq!(host.must(&["session", "list"]), Value::Array(vec![]));
 }
 

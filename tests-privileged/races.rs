@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::agent_process::{Host, has, id_of, path_of};
-use crate::host::{Place, Test};
+use crate::host::{Place, Test, cgroup2_root};
 
 pub fn tests() -> Vec<Test> {
     vec![
@@ -113,12 +113,32 @@ fn second_agent(place: &Place) {
     let opened = first.open("w", "60s");
     let mut second = Host::new(place, "second");
     assert!(second.start(None));
+    // One that shares the cgroup of the first one's sessions does not know them, and leaves them alone.
+    let mut inside = writer(&opened["session"], "exec sleep 600");
+    let shared = Command::new(&second.binary)
+        .args(["agent", "--config"])
+        .arg(&second.config)
+        .env("OVERFENCE_CGROUP", first.cgroup.strip_prefix(cgroup2_root()).unwrap())
+        .env("OVERFENCE_RUNTIME_DIR", place.dir.join("other-run"))
+        .env("OVERFENCE_STATE_DIR", place.dir.join("other"))
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&shared.stderr);
+    let cgroup = path_of(&opened["session"], "cgroup");
+    assert!(!shared.status.success() && said.contains("another agent runs on"), "{shared:?}");
+    let wish = std::fs::read_to_string(cgroup.join("cgroup.freeze")).unwrap();
+    assert_eq!(wish, "0\n", "it froze a good writer");
+    assert!(!place.dir.join("other").exists(), "it made a state directory");
+    inside.kill().unwrap();
+    inside.wait().unwrap();
     // Its cell holds no copy of the first one's overlay: the close proves it gone.
     first.must(&["session", "close", &id_of(&opened)]);
     let thief = Command::new(&second.binary)
         .args(["agent", "--config"])
         .arg(&second.config)
         .env("OVERFENCE_SOCKET", first.dir.join("run/overfence.sock"))
+        .env("OVERFENCE_CGROUP", place.cgroup.strip_prefix(cgroup2_root()).unwrap().join("third"))
         .env("OVERFENCE_STATE_DIR", place.dir.join("third"))
         .env("OVERFENCE_RUNTIME_DIR", place.dir.join("third-run"))
         .env("OVERFENCE_HIGH_WATER_FILE", place.dir.join("third/high-water"))

@@ -2,6 +2,7 @@
 //! and the few things of the kernel that are held once a host.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -94,6 +95,7 @@ pub struct Host {
     sessions: RwLock<BTreeMap<SessionId, Arc<Slot>>>,
     census: Mutex<Census>,
     table: Mutex<Table>,
+    _claim: OwnedFd,
     /// One turn for operations that sync the file system of all uppers in directories; see `effects`.
     pub(super) sync: Arc<Semaphore>,
     /// Turns for those that sync one image alone: each has its own session's worker to itself, and
@@ -146,6 +148,8 @@ pub struct Parts {
     pub layers: LayerStore,
     /// The keeper's table.
     pub table: Table,
+    /// What makes this the only agent of the cgroups: see [`crate::kernel::cgroup::claim`].
+    pub claim: OwnedFd,
     /// See [`Host::runtime`].
     pub runtime: tokio::runtime::Handle,
     /// Takes session sockets.
@@ -155,7 +159,7 @@ pub struct Parts {
 impl Host {
     /// Puts the parts together; starts nothing.
     pub fn new(parts: Parts) -> crate::kernel::Result<Arc<Self>> {
-        let Parts { config, paths, boot, store, authority, layers, table, runtime, sockets } =
+        let Parts { config, paths, boot, store, authority, layers, table, claim, runtime, sockets } =
             parts;
         let gate = super::gate::HostGate::raise(config.fence.gate);
         Ok(Arc::new(Self {
@@ -181,6 +185,7 @@ impl Host {
             sessions: RwLock::default(),
             census: Mutex::default(),
             table: Mutex::new(table),
+            _claim: claim,
             sync: Arc::new(Semaphore::new(1)),
             image_sync: Arc::new(Semaphore::new(IMAGES)),
             opening: Mutex::default(),

@@ -117,14 +117,19 @@ impl Wish {
         if let Some(ms) = wish.grace_ms {
             policy.grace = Duration::from_millis(ms);
         }
+        let max_lifetime =
+            wish.max_lifetime_ms.map_or(host.config.lease.max_lifetime, Duration::from_millis);
+        if max_lifetime < ttl {
+            let why =
+                format!("a longest life of {max_lifetime:?} is shorter than the TTL of {ttl:?}");
+            return Err(bad(&format!("{why}: choose a longer one, or a shorter TTL")));
+        }
         Ok(Self {
             workspace: wish.workspace.parse().map_err(|e| bad(&e))?,
             owner: wish.owner.unwrap_or_else(|| by.owner()).parse().map_err(|e| bad(&e))?,
             holder: wish.holder.unwrap_or(HolderKind::Beat),
             ttl,
-            max_lifetime: wish
-                .max_lifetime_ms
-                .map_or(host.config.lease.max_lifetime, Duration::from_millis),
+            max_lifetime,
             run_as: RunAs {
                 uid,
                 gid,

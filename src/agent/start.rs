@@ -12,6 +12,7 @@ use crate::authority::sqlite::SqliteAuthority;
 use crate::config::Config;
 use crate::kernel::deadlines::Table;
 use crate::kernel::{cgroup, clock, ns, overlay, unit};
+use crate::model::code::Code;
 use crate::store::Store;
 use crate::upper::store::LayerStore;
 
@@ -24,6 +25,15 @@ pub enum StartError {
     /// It mounts, freezes and kills.
     #[error("the agent needs root: start it as root, or by systemd")]
     NotRoot,
+    /// Two would freeze each other's sessions, and set each other's deadlines.
+    #[error(
+        "another agent runs on {}: stop it first, or give this one a state directory, a runtime \
+         directory and a cgroup of its own", path.display()
+    )]
+    InUse {
+        /// The runtime directory, or the cgroup of its sessions.
+        path: PathBuf,
+    },
     /// A directory could not be made.
     #[error("cannot make {path}")]
     Directory {
@@ -54,6 +64,17 @@ pub enum StartError {
     /// Recovery of sessions.
     #[error("recovery failed: {0}")]
     Recovery(String),
+}
+
+impl StartError {
+    /// The code that the command answers with.
+    pub const fn code(&self) -> Code {
+        match self {
+            Self::NotRoot => Code::Denied,
+            Self::InUse { .. } | Self::Store(crate::store::Error::Locked { .. }) => Code::Busy,
+            _ => Code::Internal,
+        }
+    }
 }
 
 /// Starts the agent: when this returns, everything stale has `freeze=1` written. Session sockets
@@ -118,8 +139,11 @@ fn prepare(
         None => unit::sessions_parent()?,
     };
     let paths = Paths::new(&config, &cgroup::find_root()?, &parent);
-    make(&paths.state, 0o700)?;
     make(&config.runtime_dir, 0o755)?;
+    let table = one_agent(&config.runtime_dir, Table::create_or_open(&paths.deadlines))?;
+    make(&paths.cgroups, 0o755)?;
+    let claim = one_agent(&paths.cgroups, cgroup::claim(&paths.cgroups))?;
+    make(&paths.state, 0o700)?;
     let files = super::paths::of_store(&config);
     let store = Arc::new(Store::open(&files, Arc::new(move || now(boot)))?);
     for (dir, mode) in [
@@ -129,7 +153,6 @@ fn prepare(
         (&paths.exports, 0o700),
         (&paths.empty, 0o755),
         (&paths.runtime, 0o700),
-        (&paths.cgroups, 0o755),
     ] {
         make(dir, mode)?;
     }
@@ -148,7 +171,8 @@ fn prepare(
     ns::make_cell(&paths.cell, &paths.sessions)?;
     let parts = Parts {
         layers: LayerStore::open(&paths.layers)?,
-        table: Table::create_or_open(&paths.deadlines)?,
+        table,
+        claim,
         authority: Arc::new(SqliteAuthority::new(Arc::clone(&store))),
         config,
         paths,
@@ -170,6 +194,13 @@ fn prepare(
 
 fn now(boot: crate::model::ids::BootId) -> crate::model::time::BootInstant {
     crate::model::time::BootInstant { boot, ns: clock::now() }
+}
+
+fn one_agent<T>(path: &Path, answer: crate::kernel::Result<T>) -> Result<T, StartError> {
+    answer.map_err(|fault| match fault.errno() {
+        Some(rustix::io::Errno::AGAIN) => StartError::InUse { path: path.to_owned() },
+        _ => fault.into(),
+    })
 }
 
 fn make(path: &Path, mode: u32) -> Result<(), StartError> {

@@ -67,7 +67,7 @@ async fn serve(config: Config) -> Result<(), Failure> {
     manager(NotifyState::Status("freezing what is stale"));
     let (agent, sockets) = crate::agent::start(config.clone())
         .await
-        .map_err(|e| Failure::new(Code::Internal, with_causes(&e)))?;
+        .map_err(|e| Failure::new(e.code(), with_causes(&e)))?;
     let listener = match given {
         Some(given) => UnixListener::from_std(given),
         None => crate::api::bind(&config.socket),

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use rustix::fs::{FileType, Mode, OFlags, XattrFlags};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags, XattrFlags};
 use rustix::io::Errno;
 
 use super::walk::{self, Dir};
@@ -34,6 +34,18 @@ const TIGHT: Duration = Duration::from_micros(50);
 /// what was waited so far. The kernel holds its notifications back to one per 10 ms and file, so
 /// reading again is never later than waiting for one.
 const PAUSE: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(10));
+
+/// Makes this process the only agent of the sessions below `parent`, as long as the descriptor is open.
+///
+/// # Errors
+/// [`Errno::AGAIN`]: another one is.
+pub fn claim(parent: &Path) -> Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let claim = rustix::fs::open(parent, flags, Mode::empty()).at("open", parent)?;
+    rustix::fs::flock(&claim, FlockOperation::NonBlockingLockExclusive)
+        .at("become the only agent of the sessions in", parent)?;
+    Ok(claim)
+}
 
 /// What we write on a cgroup before we freeze it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -63,6 +63,16 @@ struct Course {
     over: AtomicBool,
 }
 
+/// A session's in one round.
+#[derive(Clone, Copy)]
+struct Deadlines {
+    /// What the table showed in the end.
+    last: u64,
+    /// What the gate has at least. It is moved after the table: an agent that is killed in between moves
+    /// one alone.
+    gate: u64,
+}
+
 /// A writer's calls in one round.
 #[derive(Default)]
 struct Calls {
@@ -89,8 +99,9 @@ impl Calls {
         }
     }
 
-    fn judge(&self, what: &str, deadline: u64, seen: &mut Seen) {
-        let early = self.refused.iter().filter(|ended| **ended < deadline);
+    fn judge(&self, what: &str, deadlines: Deadlines, seen: &mut Seen) {
+        let Deadlines { last: deadline, gate } = deadlines;
+        let early = self.refused.iter().filter(|ended| **ended < gate);
         if let Some(first) = early.clone().next() {
             let last = self.accepted.back().map(|begun| (deadline - begun) / MS);
             println!(
@@ -101,7 +112,7 @@ impl Calls {
             );
         }
         self.accepted.iter().for_each(|begun| seen.count(true, *begun, *begun, deadline));
-        self.refused.iter().for_each(|ended| seen.count(false, *ended, *ended, deadline));
+        self.refused.iter().for_each(|ended| seen.count(false, *ended, *ended, gate));
         seen.accepted += self.before;
         seen.refused += self.after;
     }
@@ -349,9 +360,14 @@ pub fn passed(place: &Place) {
             });
             let renewed = since.elapsed();
             let latest = || sessions.iter().map(|s| s.deadline.load(Ordering::SeqCst));
+            look();
+            let before: Vec<_> = latest().collect();
             pass(&mut host, round % 3, &look, &|| latest().max().unwrap());
             course.round.fetch_add(1, Ordering::SeqCst);
-            finals.push(latest().collect::<Vec<_>>());
+            let starved = round % 3 == 2;
+            let gate = |(last, before): (u64, u64)| if starved { last } else { before };
+            let both = latest().zip(before);
+            finals.push(both.map(|d| Deadlines { last: d.0, gate: gate(d) }).collect::<Vec<_>>());
             let passed = since.elapsed();
             again(&mut host, round % 3);
             all(&host, "fenced", fenced);

@@ -224,6 +224,15 @@ fn bundle_of(
     Ok(MadeBundle { path, digest, layer, unstable, generation, facts })
 }
 
+/// Whether a lease ended by this entry, for whatever reason.
+fn is_end(entry: &Entry) -> bool {
+    let held = |when: &str| {
+        let state = serde_json::from_value(entry.draft.detail[when].clone()).ok()?;
+        Some(matches!(state, State::Opening | State::Active | State::Releasing))
+    };
+    held("from") == Some(true) && held("to") == Some(false)
+}
+
 /// The newest entries that fit: a manifest has a limit.
 fn bounded(excerpt: &[Entry]) -> &[Entry] {
     &excerpt[excerpt.len().saturating_sub(EXCERPT)..]
@@ -242,10 +251,8 @@ fn provenance(s: &Session, stable: bool, captured: &Captured, excerpt: &[Entry])
         expected: s.expected.clone(),
         reason: s.loss.as_ref().map(ToString::to_string).unwrap_or_default(),
         opened_at: excerpt.first().map_or(now, at),
-        lease_ended_at: excerpt
-            .iter()
-            .find(|e| e.draft.detail["event"]["event"] == "lease_lost")
-            .map(at),
+        // One that was readmitted lost others before.
+        lease_ended_at: excerpt.iter().rfind(|entry| is_end(entry)).map(at),
         exported_at: now,
         statement: bundle::STATEMENT.to_owned(),
         stable,

@@ -18,7 +18,7 @@ use crate::model::facts::Fact;
 use crate::model::ids::{LeaseId, PublicationKey, SessionId};
 use crate::model::journal::Journal;
 use crate::model::lease::HolderKind;
-use crate::model::session::{CloseMode, Disposition, FenceWish, Session, State, Work};
+use crate::model::session::{CloseMode, Disposition, FenceWish, Loss, Session, State, Work};
 use crate::model::step::{Event, GIVEN_UP, Published};
 use crate::model::view::{
     BeatAnswer, CheckpointSession, Checkpointed, CloseSession, FenceSession, Fenced, OpenSession,
@@ -460,13 +460,24 @@ impl Host {
             }
         };
         inner.lease = LeaseClock::granted(sent, inner.session.ttl, inner.session.ends);
-        self.store
-            .raise_mark(&inner.session.workspace, inner.session.seen())
-            .map_err(unavailable)?;
-        witness::note(&slot.dirs.root, &inner.session).map_err(internal)?;
+        // It has its lease: what fails from here on gives that back, and nobody runs on.
+        if let Err(failure) = self.begin_again(slot, &inner) {
+            let loss = Loss::ReadmitFailed { reason: failure.message.clone() };
+            self.apply_locked(&mut inner, Event::LeaseLost { loss, revoke: true }, "agent");
+            self.wake_worker(slot, &mut inner);
+            return Err(failure);
+        }
         self.refresh_deadline(&inner);
-        self.issue_ticket(&inner).map_err(|e| Failure::new(Code::Internal, e))?;
         self.wake_worker(slot, &mut inner);
+        Ok(())
+    }
+
+    /// What a readmitted session needs before it may run.
+    fn begin_again(&self, slot: &Slot, inner: &Inner) -> Result<(), Failure> {
+        let s = &inner.session;
+        self.store.raise_mark(&s.workspace, s.seen()).map_err(unavailable)?;
+        witness::note(&slot.dirs.root, s).map_err(internal)?;
+        self.issue_ticket(inner).map_err(|e| Failure::new(Code::Internal, e))?;
         Ok(())
     }
 }

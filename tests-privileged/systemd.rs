@@ -83,7 +83,7 @@ impl Three {
     fn open(machine: &Machine) -> Self {
         // A lease that lasts less than the test: it has to be renewed across all of it.
         let (client, running) = run(machine, "running", &paced_ttl(4), POLITE);
-        let (held, frozen) = run(machine, "frozen", "60s", WRITES);
+        let (mut held, frozen) = run(machine, "frozen", "60s", WRITES);
         let log_of = |id: &str| machine.state.join("sessions").join(id).join("upper/log");
         let log = log_of(&running);
         for log in [&log, &log_of(&frozen)] {
@@ -91,6 +91,8 @@ impl Three {
         }
         machine.ask(&["fence", &frozen, "--reason", "test", "--wait"]);
         machine.until(&frozen, |v| has(v, "frozen"));
+        // What it does as it ends wakes its command for a moment, frozen as that is.
+        held.wait().unwrap();
         let empty = open(machine, "empty", "10m");
         Self { running, frozen, empty, log, clients: vec![client, held] }
     }
@@ -110,11 +112,29 @@ impl Three {
                 let seen = match id == &self.frozen {
                     true => procs.lines().map(|pid| format!("{pid}: {} ", stops(pid))).collect(),
                     // The shell's `sleep` comes and goes.
-                    false => procs.lines().next().unwrap_or_default().to_owned(),
+                    false => {
+                        procs.lines().min_by_key(|pid| begun(pid)).unwrap_or_default().to_owned()
+                    }
                 };
                 (fs::metadata(&dir).unwrap().ino(), seen)
             })
             .to_vec()
+    }
+
+    /// The same, once they stand still: controllers that are enabled for the sessions wake each process
+    /// for a moment, frozen as it is.
+    fn settled(&self, machine: &Machine) -> Vec<(u64, String)> {
+        let (mut known, end) =
+            (self.places(machine), Instant::now() + paced(Duration::from_secs(10)));
+        loop {
+            std::thread::sleep(paced(Duration::from_millis(300)));
+            let now = self.places(machine);
+            if now == known {
+                return now;
+            }
+            assert!(Instant::now() < end, "they do not come to rest: {known:?}, {now:?}");
+            known = now;
+        }
     }
 
     /// Nothing of it noticed what happened.
@@ -131,6 +151,13 @@ impl Three {
             assert!(view["doubt"].is_null(), "after {after}: {view:#}");
         }
     }
+}
+
+/// When a process began, in ticks since the boot; of one that is gone, last of all.
+fn begun(pid: &str) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let after = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
+    after.split(' ').nth(19).map_or(u64::MAX, |ticks| ticks.parse().unwrap())
 }
 
 /// How often a process gave its processor away.
@@ -265,7 +292,7 @@ fn undisturbed(place: &Place) {
     let lacking: Vec<_> = machine::offered().into_iter().filter(|c| !enabled.contains(c)).collect();
     assert!(!enabled.is_empty() && lacking.is_empty(), "without {lacking:?}: {enabled:?}");
     eprintln!("with {enabled:?} enabled for the sessions");
-    let before = three.places(&machine);
+    let before = three.settled(&machine);
     let kill = |unit: &str| {
         let pid = machine.main_pid(unit);
         machine.must(&["systemctl", "kill", "--signal=KILL", unit]);

@@ -1,20 +1,22 @@
 //! The lease gate of this host, and each session's entry in it. Where the host has no gate everything
 //! goes on without: no session is refused for it, and `session inspect` says why it is absent.
 
+mod up;
+
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use self::up::{Up, is_busy, no_gate};
 use super::effects::{Answered, THAW, text};
 use super::host::Host;
 use super::slot::{Inner, Slot};
 use crate::config::{GateUse, SharedMappings};
-use crate::kernel::Error;
 use crate::kernel::cgroup::Outcome;
 use crate::kernel::clock;
-use crate::kernel::gate::{self, Entry, Gate, Refusal, Refusals};
+use crate::kernel::gate::{Entry, Gate, Refusal, Refusals};
 use crate::kernel::overlay;
 use crate::model::facts::Fact;
 use crate::model::journal::Journal;
@@ -34,21 +36,6 @@ pub(super) struct HostGate {
     told: AtomicBool,
 }
 
-/// What stands of it.
-#[derive(Clone, Default)]
-struct Up {
-    /// What can be renewed, shut and left.
-    gate: Option<Arc<Gate>>,
-    /// Why it is not this agent's own: no programs of it are attached. Entries of an older one go on.
-    why: Option<String>,
-    /// It is no business of this agent's any more: who has a lease is let out of it.
-    frees: bool,
-    /// It is looked for again while it does not stand.
-    wanted: bool,
-    /// Another agent had its turn, which ends some time.
-    busy: bool,
-}
-
 /// What became of the gate's count of refusals that reached nobody.
 #[derive(Debug, Default)]
 struct Losses {
@@ -59,70 +46,6 @@ struct Losses {
     /// What of that is not in the log yet, and when it was said last.
     unsaid: u64,
     said: Option<BootNs>,
-}
-
-const fn no_gate(reason: String) -> Error {
-    Error::NoGate { reason }
-}
-
-const fn is_busy(fault: &Error) -> bool {
-    matches!(fault, Error::GateBusy { .. })
-}
-
-impl Up {
-    /// Adopts what stands, or puts it up. Where it cannot be told what stands, `known` is kept.
-    fn find(wish: GateUse, known: &Self) -> Self {
-        let raised = match wish {
-            GateUse::Use => Gate::raise(),
-            GateUse::Off => Err(no_gate("it is switched off (fence.gate = \"off\")".to_owned())),
-        };
-        let fault = match raised {
-            Ok(gate) => {
-                return Self { gate: Some(Arc::new(gate)), wanted: true, ..Self::default() };
-            }
-            Err(fault) => fault,
-        };
-        let busy = is_busy(&fault);
-        let why = gate::why(&fault);
-        // Programs that are attached go on comparing: somebody has to move their deadlines.
-        let (gate, wanted) = match Gate::adopt() {
-            Ok(gate) => (gate.map(Arc::new), known.wanted && wish == GateUse::Use),
-            Err(fault) => {
-                tracing::error!("what is pinned of the lease gate cannot be used: {}", text(fault));
-                (known.gate.clone(), true)
-            }
-        };
-        let frees = wish == GateUse::Off || gate::is_clock_shifted();
-        Self { gate, why: Some(why), frees, wanted, busy }
-    }
-
-    /// The gate, if new overlays are entered.
-    fn takes(&self) -> Option<&Arc<Gate>> {
-        self.gate.as_ref().filter(|gate| !self.frees && gate.takes())
-    }
-
-    /// Whether it is there as it was found.
-    fn stands(&self) -> bool {
-        match &self.gate {
-            _ if self.busy => false,
-            Some(gate) if self.wanted => gate.stands(),
-            // A part of it may have been gone before.
-            Some(gate) => gate.is_pinned(),
-            None => !self.wanted,
-        }
-    }
-
-    fn tell(&self) {
-        let missing = self.gate.as_ref().map(|gate| gate.missing().join(", "));
-        match (missing.as_deref(), &self.why) {
-            (Some(""), None) => tracing::info!("the lease gate is complete"),
-            (Some(missing), None) => tracing::warn!("the lease gate misses {missing}"),
-            (None, why) => tracing::info!("no lease gate: {}", why.as_deref().unwrap_or_default()),
-            (Some(_), Some(why)) => {
-                tracing::warn!("the lease gate goes on as an earlier agent put it up: {why}");
-            }
-        }
-    }
 }
 
 impl HostGate {
